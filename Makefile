@@ -1,0 +1,52 @@
+# The verbs of the work. Each makes its own environment in .venv on first use; python3 and make are enough.
+#
+#   PYTHON=python3.13     the interpreter that .venv is made with (3.11 or newer)
+#   TORCH_INDEX=...       where to take torch from. On Linux the default package index serves the CUDA build (gigabytes);
+#                         the address of PyTorch's CPU wheel index is enough for everything here.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/nbval_sanitize.cfg --nbval-cell-timeout 120
+
+.DEFAULT_GOAL := help
+.PHONY: help demo lab test notebooks bench lint clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## compare the techniques on a GPT over real text; figure and page go to demo/
+	$(BIN)/python -m memlab compare --output demo
+
+lab: $(READY) ## open JupyterLab on the first notebook
+	$(BIN)/python -m jupyterlab notebooks/00_start_here.ipynb
+
+test: $(READY) ## run all tests, then every notebook against its stored outputs
+	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(NBVAL) notebooks
+
+notebooks: $(READY) ## run the notebooks in place and store what they print
+	$(BIN)/python notebooks/execute.py
+
+bench: $(READY) ## run the benchmarks one after the other
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+lint: $(READY) ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean: ## remove all that was made here, the environment included
+	rm -rf .venv demo build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Stamped last: an interrupted installation is taken up again.
+$(READY): pyproject.toml constraints.txt
+	@echo "making the environment in .venv: one to several minutes, once"
+	$(PYTHON) -m venv .venv
+	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) torch)
+	$(PIP) --editable '.[test]'
+	@touch $@

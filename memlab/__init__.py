@@ -1,0 +1,45 @@
+"""memlab: see every byte of a training step, before and after each memory-saving technique, with proof that the
+technique trains the same model.
+
+>>> import torch, memlab
+>>> step = memlab.TrainingStep(
+...     torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 10)),
+...     (torch.randn(32, 64), torch.arange(32) % 10),
+...     torch.nn.CrossEntropyLoss(),
+...     torch.optim.AdamW,
+... )
+>>> trace = memlab.measure(step)
+>>> trace.peak.phase
+'optimizer'
+"""
+
+from .compare import Comparison, Row, compare
+from .errors import MemlabError
+from .measure import measure
+from .record import record
+from .step import TrainingStep
+from .strategies import Baseline, Checkpoint, LowPrecision, MicroBatch, MixedPrecision, OptimizerInBackward
+from .trace import Allocation, SavedTensor, Trace
+from .views.files import load
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Allocation",
+    "Baseline",
+    "Checkpoint",
+    "Comparison",
+    "LowPrecision",
+    "MemlabError",
+    "MicroBatch",
+    "MixedPrecision",
+    "OptimizerInBackward",
+    "Row",
+    "SavedTensor",
+    "Trace",
+    "TrainingStep",
+    "compare",
+    "load",
+    "measure",
+    "record",
+]

@@ -1,0 +1,110 @@
+"""Deep copies in another precision and place, linked as the originals are.
+
+`copy.deepcopy` keeps links through its memo; here the memo is filled first, with every tensor's twin in the wanted
+dtype and on the wanted device, so that a copy in host memory never takes device memory. Rules:
+
+1. Twins share storage where the originals are the same view of one storage (tied parameters).
+2. Wrappers (compilation, data-parallel) are left off: the copy is of what they wrap.
+3. A function of the user's is copied with its closure, its defaults and the data and helper functions that it names
+   among its globals; what cannot be copied there (an open file) is shared.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .clock import unwrapped
+from .state import data_globals, helpers, is_foreign, walk
+
+Memo = dict[int, Any]
+
+
+def copied(*roots: Any, dtype: torch.dtype, device: torch.device) -> list[Any]:
+    """Copies of the roots: floating tensors in `dtype`, complex ones in its complex counterpart, all on `device`."""
+    memo: Memo = {}
+    found = list(walk(*roots))
+    tensors = [t for t in found if isinstance(t, torch.Tensor) and not is_lazy(t)]
+    _make_twins([t for t in tensors if not is_traceable_wrapper_subclass(t)], memo, dtype, device)
+    for module in reversed(found):  # a wrapper may hold others, which the walk found later
+        if isinstance(module, nn.Module) and unwrapped(module) is not module:
+            memo[id(module)] = copy.deepcopy(unwrapped(module), memo)
+    for optimizer in found:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            memo[id(optimizer)] = _copied_optimizer(optimizer, memo)
+    return [_copied(root, memo) for root in roots]
+
+
+def _make_twins(tensors: list[torch.Tensor], memo: Memo, dtype: torch.dtype, device: torch.device) -> None:
+    views: dict[Any, torch.Tensor] = {}
+    for tensor in tensors:
+        if tensor._post_accumulate_grad_hooks:
+            raise TypeError("a parameter has post-accumulate-grad hooks, which would act on the original")
+        view: Any = id(tensor)
+        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
+            view = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
+        if view not in views:
+            views[view] = tensor.detach().to(device, _counterpart(tensor.dtype, dtype), copy=True)
+        memo[id(tensor)] = torch.Tensor._make_subclass(type(tensor), views[view].detach(), tensor.requires_grad)
+    for tensor in tensors:
+        twin = memo[id(tensor)]
+        twin.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+        for hook in (tensor._backward_hooks or {}).values():
+            twin.register_hook(hook)
+
+
+def _counterpart(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    if own.is_complex:
+        return wanted.to_complex()
+    return wanted if own.is_floating_point else own
+
+
+def _copied(value: Any, memo: Memo) -> Any:
+    if isinstance(value, types.FunctionType) and not is_foreign(value):
+        return _copied_function(value, memo)
+    return copy.deepcopy(value, memo)
+
+
+def _copied_function(function: types.FunctionType, memo: Memo) -> Any:
+    if id(function) in memo:
+        return memo[id(function)]
+    space = memo.setdefault(id(function.__globals__), dict(function.__globals__))  # one for all that share the first
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    new = types.FunctionType(function.__code__, space, function.__name__, None, cells or None)
+    memo[id(function)] = new
+    new.__qualname__, new.__module__ = function.__qualname__, function.__module__
+    for cell, old in zip(cells, function.__closure__ or (), strict=True):
+        cell.cell_contents = _copied_or_shared(old.cell_contents, memo)
+    if function.__defaults__:
+        new.__defaults__ = tuple(_copied_or_shared(default, memo) for default in function.__defaults__)
+    for name, default in (function.__kwdefaults__ or {}).items():
+        new.__kwdefaults__ = {**(new.__kwdefaults__ or {}), name: _copied_or_shared(default, memo)}
+    new.__dict__.update({name: _copied_or_shared(value, memo) for name, value in function.__dict__.items()})
+    for name, value in {**data_globals(function), **helpers(function)}.items():
+        space[name] = _copied_or_shared(value, memo)
+    return new
+
+
+def _copied_or_shared(value: Any, memo: Memo) -> Any:
+    try:
+        return _copied(value, memo)
+    except Exception:  # rule 3: whatever __deepcopy__ of a user's object raises
+        return value
+
+
+def _copied_optimizer(optimizer: torch.optim.Optimizer, memo: Memo) -> torch.optim.Optimizer:
+    """Every attribute, which `copy.deepcopy` of an optimizer would not keep, but a scheduler's `step` on the instance,
+    which is bound to the original."""
+    new: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if "_hooks" in name:
+            vars(new)[name] = type(value)((key, _copied(hook, memo)) for key, hook in value.items())
+        elif name != "step":
+            vars(new)[name] = copy.deepcopy(value, memo)
+    return new

@@ -1,0 +1,169 @@
+"""A training step and a strategy in, a `Trace` out; and everything as it was before.
+
+A `Stage` is where steps are run: it warms the step up once, notes the state from which every strategy starts, and puts
+the user's own state back at the end. `measure` runs one strategy on it under the instruments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+
+from . import allocator as allocator_
+from .errors import MemlabError
+from .record import Recorder
+from .state import State
+from .step import TrainingStep
+from .strategies import Baseline, Runner, Strategy
+from .trace import Trace
+
+_MOST_WARM_UPS = 20  # fp16 loss scaling halves its scale from 2**16 at each overflow
+
+
+class Stage:
+    """Runs a step again and again from one start. A context manager; at its end the user's state is put back.
+
+    With `steady` the start is that of a training run under way: one plain step has made the optimizer's state (and
+    whatever libraries make at their first call); its effect on parameters, buffers and random streams is undone.
+    Without it, the start is the user's own state.
+    """
+
+    def __init__(self, step: TrainingStep, steady: bool = True) -> None:
+        self.step = step
+        self._steady = steady
+        self._users: State | None = None
+        self._start: State | None = None
+
+    def __enter__(self) -> Stage:
+        step = self.step
+        self._users = step.snapshot()
+        try:
+            self._without_gradients()
+            if self._steady:
+                from .state import snapshot
+
+                learned = snapshot(step.model, step.batch, step.loss_fn)
+                with Baseline().applied(step) as runner:
+                    runner.run()
+                learned.restore()
+                self._without_gradients()
+            self._start = step.snapshot()
+        except BaseException:
+            self._users.restore()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        assert self._users is not None
+        self._users.restore()
+        self._users = self._start = None
+
+    @contextlib.contextmanager
+    def applied(self, strategy: Strategy) -> Iterator[Runner]:
+        """The strategy applied at the common start, ready for one `run`; everything is undone afterwards."""
+        assert self._start is not None, "enter the stage first"
+        self._start.restore()
+        try:
+            with strategy.applied(self.step) as runner:
+                for _ in range(_MOST_WARM_UPS if runner.scales_loss else 0):
+                    runner.run()
+                    self._start.restore()
+                    if not runner.skipped:
+                        break
+                yield runner
+        finally:
+            self._start.restore()
+
+    def _without_gradients(self) -> None:
+        for _, parameter in self.step.named_parameters():
+            parameter.grad = None
+
+
+def measure(
+    step: TrainingStep,
+    strategy: Strategy | None = None,
+    *,
+    allocator: bool = True,
+    steady: bool = True,
+    sources: bool = False,
+) -> Trace:
+    """Run one training step for real, where the model lives, and return its `Trace`.
+
+    >>> import torch, memlab
+    >>> step = memlab.TrainingStep(torch.nn.Linear(64, 8), (torch.ones(32, 64), torch.ones(32, 8)), torch.nn.MSELoss())
+    >>> memlab.measure(step).by_category()["parameters"]
+    2080
+
+    Parameters
+    ----------
+    step:      what is trained
+    strategy:  how; default `Baseline()`, the plain step
+    allocator: listen to the device's allocator: workspace inside operators is seen and `peak_bytes` is the
+               allocator's own, to the byte. False is cheaper and counts tensors alone
+    steady:    what a training run pays: optimizer state exists. False measures the first step
+    sources:   also note the line of your code behind each allocation (slower)
+
+    The model, optimizer, gradients, batch and random streams are afterwards as before. Raises `MemlabError` for a step
+    that cannot be trained (no scalar loss, no gradient, NaN) or a strategy that cannot run on it; your code's own
+    exceptions pass unchanged.
+    """
+    strategy = _checked(step, strategy)
+    refuse(allocator)
+    with Stage(step, steady) as stage:
+        return trace(stage, strategy, allocator=allocator, sources=sources)
+
+
+def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: bool = False) -> Trace:
+    """Measure one strategy on a stage."""
+    step = stage.step
+    with stage.applied(strategy) as runner:
+        gc.collect()  # garbage of earlier steps would be released in the middle of this one
+        recorder = Recorder(
+            step.model, step.optimizer, runner.batch, allocator=allocator, sources=sources, device=step.device
+        )
+        recorder.start()
+        try:
+            loss = runner.run()
+        finally:
+            recorder.stop()
+        refuse_nan(loss)
+        absent = [] if step.optimizer is not None else ["optimizer state: the step has no optimizer"]
+        return recorder.trace(strategy=strategy.label(step), notes=runner.notes, absent=absent)
+
+
+def refuse(allocator: bool) -> None:
+    """Raise where nothing can be measured now: under `torch.inference_mode`, or inside a running profiler."""
+    if torch.is_inference_mode_enabled():
+        raise MemlabError("torch.inference_mode is on, and nothing can be trained under it: leave that block")
+    if not torch.is_grad_enabled():
+        raise MemlabError("gradients are switched off (torch.no_grad): leave that block to measure a training step")
+    if allocator:
+        allocator_.refuse_running_profiler()
+
+
+def refuse_nan(loss: torch.Tensor) -> None:
+    if torch.isnan(loss).any():
+        raise MemlabError(
+            "the loss is NaN, so nothing that is measured or compared here would mean anything: look for a division "
+            "by zero, a log of zero or an empty selection in the loss (torch.autograd.set_detect_anomaly(True) names "
+            "the operator), or lower the learning rate"
+        )
+
+
+def _checked(step: TrainingStep, strategy: Strategy | None) -> Strategy:
+    if not isinstance(step, TrainingStep):
+        raise MemlabError(
+            f"measure() takes a TrainingStep, not {type(step).__name__}: memlab.TrainingStep(model, batch, loss_fn)"
+        )
+    if strategy is None:
+        return Baseline()
+    if not isinstance(strategy, Strategy):
+        raise MemlabError(
+            f"{strategy!r} is no strategy: choose among memlab.Baseline(), Checkpoint(), MicroBatch(count=4), "
+            'MixedPrecision("bf16"), LowPrecision("bf16"), OptimizerInBackward() and their sums'
+        )
+    return strategy

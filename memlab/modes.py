@@ -1,0 +1,20 @@
+"""The base of our dispatch modes: cheap, and harmless to compiled code."""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LightMode(TorchDispatchMode):
+    """A dispatch mode under which compiled modules stay compiled (from PyTorch 2.10 on)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every operator passes through a wrapper that costs as much as all of our own work
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True

@@ -1,0 +1,359 @@
+"""Does a strategy train the same model? One plain step against one step under the strategy, in float64.
+
+With a `Prover` on a stage one gets, for each strategy, a `Verdict`: how far loss, gradients, buffers and updated
+parameters are from the plain step's, whether that counts as the same, and a sentence wherever they differ.
+
+Rule 1. Both steps run on copies in host memory, in float64, from the same start. Autocast leaves float64 alone and
+        `LowPrecision` is left out: what these do to the numbers is the *gradient error*, measured beside it.
+Rule 2. Gradients are caught whole and unscaled, before anything consumes them.
+Rule 3. gradient_difference = max over parameters of ||g - g0|| / max(||g0||, 1e-3 sqrt(n_p / n) ||all g0||). The floor
+        is there because some gradients are zero in mathematics (an attention key's bias) and noise in arithmetic.
+Rule 4. Equivalent means at most 1e-9 in float64. Where the model itself computes in a lower precision, or cannot run
+        in float64 at all, a plain step in the same precision decides, within 100 units of its rounding.
+Rule 5. Where random numbers are drawn and the strategy draws others (dropout on micro-batches), each draw is replaced
+        by its mean in both steps: equivalent if they then agree, and the note says so.
+Rule 6. Gradient error = the strategy's gradient in its own precision, where the model lives, against the plain
+        float64 gradient; the plain step's own error is the floor to read it by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import nest
+from .clock import clean_name, unwrapped
+from .errors import MemlabError
+from .flops import FlopCounter
+from .measure import Stage, refuse_nan
+from .modes import LightMode
+from .strategies import Baseline, LowPrecision, MicroBatch, MixedPrecision, Strategy
+
+TOLERANCE = 1e-9
+_FLOOR = 1e-3
+_ROUNDINGS = 100  # units in the last place that a same-precision comparison allows
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the proof found for one strategy; fields as in `compare.Row`."""
+
+    equivalent: bool | None
+    proof: str
+    loss_difference: float | None = None
+    gradient_difference: float | None = None
+    gradient_error: float | None = None
+    buffer_differences: tuple[str, ...] = ()
+    flops: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step left: loss, gradients (None where a parameter got none), buffers and updated parameters, all in
+    host memory, and whether it drew random numbers."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor | None]
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    drew_random: bool
+    lowest: torch.dtype | None = None  # lowest floating type an operator computed in
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class _Difference:
+    loss: float
+    gradient: float
+    parameter: float
+    buffers: tuple[str, ...]
+    worst: str  # the parameter whose gradient differs most
+
+    def within(self, tolerance: float) -> bool:
+        return max(self.loss, self.gradient, self.parameter) <= tolerance and not self.buffers
+
+
+@dataclass
+class Prover:
+    """Proves strategies on a stage. The plain steps it compares with are run once, here."""
+
+    stage: Stage
+    _exact: Stage | None = field(default=None, init=False)
+    _why_not_exact: str = field(default="", init=False)
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[Prover]:
+        """Run the plain steps, in float64 where that is possible."""
+        self._own = run_once(self.stage, Baseline())
+        with contextlib.ExitStack() as stack:
+            try:
+                exact = stack.enter_context(Stage(self.stage.step.copy(torch.float64), steady=False))
+                truth = run_once(exact, Baseline())
+                if all(gradient is None for gradient in truth.gradients.values()):
+                    raise MemlabError("the loss does not use the model that it is given")
+                self._exact, self._truth = exact, truth
+            except Exception as error:
+                first_line = (str(error).splitlines() or [""])[0]
+                self._why_not_exact = f"{type(error).__name__}: {first_line}"
+                self._exact, self._truth = None, self._own
+            self._mean_truth = self._truth
+            if self._truth.drew_random:
+                self._mean_truth = run_once(self._exact or self.stage, Baseline(), mean=True)
+            yield self
+
+    def verdict(self, strategy: Strategy) -> Verdict:
+        """Run the strategy and compare."""
+        own = run_once(self.stage, strategy)
+        notes: list[str] = []
+        if self._exact is not None:
+            proof, tolerance = "float64", TOLERANCE
+            stage, exact_strategy = self._exact, _without(strategy, LowPrecision)
+        else:
+            proof, tolerance = "same precision", self._rounding(self._own.lowest)
+            stage, exact_strategy = self.stage, _without(strategy, LowPrecision, MixedPrecision)
+            why = self._why_not_exact
+            notes.append(f"compared in the model's own precision, since a float64 copy cannot run ({why})")
+        outcome = self._truth if exact_strategy == Baseline() else run_once(stage, exact_strategy)
+        found = difference(outcome, self._truth)
+        if not found.within(tolerance) and self._truth.drew_random and found.gradient > tolerance:
+            calm = difference(run_once(stage, exact_strategy, mean=True), self._mean_truth)
+            if calm.gradient <= tolerance or calm.gradient < found.gradient / 1e3:
+                notes.append(
+                    "random layers (dropout) draw other masks here than in the plain step "
+                    f"(gradients {found.gradient:.1g} apart); with each draw replaced by its mean they agree"
+                )
+                found = calm
+        low = self._truth.lowest
+        if not found.within(tolerance) and proof == "float64" and low not in (None, torch.float64):
+            rounding = self._rounding(low)
+            if found.within(rounding):
+                proof, tolerance = "same precision", rounding
+                name = str(low).removeprefix("torch.")
+                notes.append(f"compared within the rounding of {name}, in which parts of the model compute")
+        equivalent = found.within(tolerance)
+        if not equivalent:
+            notes += why_different(self.stage.step, strategy, found, tolerance)
+        return Verdict(
+            equivalent=equivalent,
+            proof=proof,
+            loss_difference=found.loss,
+            gradient_difference=found.gradient,
+            gradient_error=self._error(strategy, own),
+            buffer_differences=found.buffers,
+            flops=own.flops,
+            notes=tuple(notes),
+        )
+
+    def plain_flops(self) -> int:
+        return self._own.flops
+
+    def _error(self, strategy: Strategy, own: Outcome) -> float | None:
+        """Rule 6. With random draws, both sides with the means: single and double precision draw other masks."""
+        if self._exact is None:
+            return None
+        if self._truth.drew_random:
+            own = run_once(self.stage, strategy, mean=True)
+        return difference(own, self._mean_truth).gradient
+
+    @staticmethod
+    def _rounding(dtype: torch.dtype | None) -> float:
+        return _ROUNDINGS * torch.finfo(dtype or torch.float32).eps
+
+
+def _without(strategy: Strategy, *kinds: type[Strategy]) -> Strategy:
+    return sum((part for part in strategy.parts if not isinstance(part, kinds)), start=Baseline())
+
+
+# -- one step, its outcome ---------------------------------------------------------------------------------------------
+
+
+def run_once(stage: Stage, strategy: Strategy, *, mean: bool = False) -> Outcome:
+    """Run one step under a strategy and keep what it left. `mean=True` replaces random draws by their means."""
+    step = stage.step
+    gradients: dict[str, torch.Tensor | None] = {}
+    names = {id(parameter): name for name, parameter in step.named_parameters()}
+
+    def catch(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        gradients[names[id(parameter)]] = _host(gradient)
+
+    flops, precision = FlopCounter(), _LowestPrecision()
+    with stage.applied(strategy) as runner, flops, precision, _Means() if mean else contextlib.nullcontext():
+        before = _random_states(step.device)
+        loss = runner.run(catch=catch)
+        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_states(step.device), strict=True))
+        refuse_nan(loss)
+        root = unwrapped(step.model)
+        return Outcome(
+            loss=float(loss),
+            gradients={name: gradients.get(name) for name in names.values()},
+            parameters={name: _host(parameter) for name, parameter in step.named_parameters()},
+            buffers={clean_name(name): _host(buffer) for name, buffer in root.named_buffers()},
+            drew_random=drew,
+            lowest=precision.lowest,
+            flops=flops.total,
+        )
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense copy in host memory, in double precision."""
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    wide = torch.complex128 if dense.is_complex() else torch.float64
+    dtype = wide if dense.is_complex() or dense.is_floating_point() else dense.dtype
+    return dense.to(device="cpu", dtype=dtype, copy=True)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+class _LowestPrecision(LightMode):
+    """Notes the lowest floating type that operators compute in (`lowest`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lowest: torch.dtype | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in nest.tensors(out):
+            if tensor.is_floating_point() and tensor.dim():
+                self.lowest = max(tensor.dtype, self.lowest or tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return out
+
+
+class _Means(LightMode):
+    """Replaces every random draw by its mean: dropout keeps everything at its expected size."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        out = func(*args, **kwargs)
+        if name in ("rand", "rand_like"):
+            return out.fill_(0.5)
+        if name in ("randn", "randn_like"):
+            return out.zero_()
+        if name == "bernoulli":
+            return out.copy_(args[1] if len(args) > 1 and isinstance(args[1], float) else args[0])
+        if name == "bernoulli_":
+            probability = args[1] if len(args) > 1 else 0.5
+            return out.copy_(probability) if isinstance(probability, torch.Tensor) else out.fill_(probability)
+        if name == "uniform_":
+            low, high = [*args[1:3], 0.0, 1.0][:2] if len(args) > 2 else (0.0, 1.0)
+            return out.fill_((low + high) / 2)
+        if name == "normal_":
+            return out.fill_(args[1] if len(args) > 1 else 0.0)
+        return out
+
+
+# -- how far apart -----------------------------------------------------------------------------------------------------
+
+
+def difference(outcome: Outcome, plain: Outcome) -> _Difference:
+    """How far an outcome is from the plain one (Rule 3)."""
+    all_squares = sum(_norm(g) ** 2 for g in plain.gradients.values() if g is not None)
+    elements = sum(g.numel() for g in plain.gradients.values() if g is not None) or 1
+    gradient, worst = 0.0, ""
+    for name, reference in plain.gradients.items():
+        found = outcome.gradients.get(name)
+        if reference is None and found is None:
+            continue
+        if reference is None or found is None:
+            apart = math.inf
+        else:
+            floor = _FLOOR * math.sqrt(reference.numel() / elements * all_squares)
+            apart = _apart(found, reference, floor)
+        if apart > gradient or math.isnan(apart):
+            gradient, worst = apart, name
+    parameter = max((_apart(outcome.parameters[name], p) for name, p in plain.parameters.items()), default=0.0)
+    buffers = tuple(
+        name
+        for name in sorted(plain.buffers.keys() | outcome.buffers.keys())
+        if name not in plain.buffers
+        or name not in outcome.buffers
+        or _apart(outcome.buffers[name].to(torch.float64), plain.buffers[name].to(torch.float64)) > TOLERANCE
+    )
+    loss = abs(outcome.loss - plain.loss) / max(abs(plain.loss), 1e-12)
+    return _Difference(loss, gradient, parameter, buffers, worst)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def _apart(found: torch.Tensor, reference: torch.Tensor, floor: float = 0.0) -> float:
+    """Relative distance; infinite where shapes differ."""
+    if found.shape != reference.shape:
+        return math.inf
+    distance = _norm(found - reference)
+    return 0.0 if distance == 0 else distance / max(_norm(reference), floor, 1e-300)
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+
+def why_different(step: Any, strategy: Strategy, found: _Difference, tolerance: float) -> list[str]:
+    """Sentences that name the cause of a difference, as far as the step shows it."""
+    notes = []
+    norms = _batch_norms(step.model)
+    micro = any(isinstance(part, MicroBatch) for part in strategy.parts)
+    if found.buffers:
+        names = ", ".join(found.buffers[:4]) + (", ..." if len(found.buffers) > 4 else "")
+        why = "each forward pass updates running statistics, and "
+        why += "each micro-batch is one" if micro else "recomputation is one more"
+        notes.append(f"buffers end differently: {names}" + (f" ({norms[0]} and others: {why})" if norms else ""))
+    if found.gradient <= tolerance and found.loss <= tolerance:
+        if found.parameter > tolerance:
+            notes.append(
+                f"gradients agree but the updated parameters are {found.parameter:.1g} apart: the optimizer was given "
+                "something else to do"
+            )
+        return notes
+    amount = f"{found.gradient:.2g} relative"
+    if math.isinf(found.gradient):
+        amount = "a parameter gets a gradient in one step and none in the other"
+    notes.append(f"gradients differ ({amount}; most in {found.worst})")
+    if not micro:
+        notes.append(
+            "recomputation did not repeat the forward pass: randomness outside torch, or state that it changes"
+        )
+    elif norms:
+        notes.append(f"{', '.join(norms[:3])}: BatchNorm normalises over each micro-batch, not over the batch")
+    elif step.weight is None and step.reduction == "mean" and _has_ignored_targets(step.batch):
+        notes.append(
+            "the batch has targets of -100, which cross-entropy leaves out: micro-batches hold unequal numbers of loss "
+            "terms. Pass weight=lambda batch: (its target != -100).sum()"
+        )
+    else:
+        notes.append(
+            "the loss is not a mean over independent samples: it couples them (contrastive losses, batch statistics), "
+            'or its terms are unequally many (pass weight=) or summed (pass reduction="sum")'
+        )
+    return notes
+
+
+def _batch_norms(model: nn.Module) -> list[str]:
+    root = unwrapped(model)
+    return [
+        f"{clean_name(name)} ({type(module).__name__})"
+        for name, module in root.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
+
+
+def _has_ignored_targets(batch: Any) -> bool:
+    return any(
+        not tensor.is_floating_point() and not tensor.is_complex() and bool((tensor == -100).any())
+        for tensor in nest.tensors(batch)
+    )

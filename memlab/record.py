@@ -1,0 +1,602 @@
+"""The instruments joined: any code in, a `Trace` out.
+
+With `record()` around a block one gets every storage the block made, when and where it lived, what autograd saved
+for backward, and on request what the allocator handed out besides.
+
+Rule 1. Nothing of the user's is changed or kept: global hooks, one dispatch mode and two functions of PyTorch's that
+        are wrapped for the duration (`_engine_run_backward`, through which every backward goes, and `get_rng_state`,
+        by which a checkpoint makes tensors that no operator shows). `stop` undoes all of it, also after an error.
+Rule 2. The ledger is read when an outermost backward is entered: then the graph is whole and its roots are known.
+Rule 3. Roles are given late, to storages: a gradient is what stands in `p.grad` after backward or when the optimizer
+        starts, whatever it was when it was born; it keeps that role for its whole life.
+Rule 4. A storage made by recomputation that is still there when backward goes on is an activation.
+Rule 5. The join needs no clock. When operator k ends, each new storage's address names one open block of the
+        allocator; a block that no storage names, allocated and released within k, is workspace of k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import allocator as allocator_
+from . import ledger, nest
+from .clock import OPTIMIZER, RECOMPUTE, Clock, clean_name, unwrapped
+from .errors import MemlabError
+from .trace import PHASES, Allocation, Operator, Place, SavedTensor, Trace
+from .tracker import Storage, Tracker, parts
+
+_WRAPPED_NUMBER = 16  # bytes: `x / 2` wraps the 2 as a tensor in C++, which no operator makes
+
+
+class record:  # a lower-case class: used like a function, as torch.no_grad is
+    """Record the memory of any code: a context manager, or a decorator that puts the trace on the function.
+
+    >>> import torch, memlab
+    >>> model = torch.nn.Linear(8, 1)
+    >>> with memlab.record() as trace:
+    ...     model(torch.ones(4, 8)).sum().backward()
+    >>> trace.by_phase().keys()
+    dict_keys(['forward', 'backward'])
+
+    Parameters
+    ----------
+    model:      the module, where names should be known before its first call; without it, modules are recognised as
+                they are called and parameters by the graph
+    optimizer:  the optimizer, where its state exists already and should be counted from the start
+    batch:      any nest of tensors, to be listed as the batch
+    allocator:  also listen to the device's allocator: workspace inside operators is seen, the peak is the truth
+    sources:    also note the line of your code behind each allocation (slower)
+
+    The trace is complete when the block ends, also by an exception, and says so if it is read before. With several
+    optimizer steps in the block, `trace.steps` has one trace each. Raises `MemlabError` under
+    `torch.inference_mode`, and with `allocator=True` inside a running profiler.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        batch: Any = None,
+        *,
+        allocator: bool = False,
+        sources: bool = False,
+    ) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise MemlabError(
+                f"record() takes a module, not {type(model).__name__}. As a decorator it needs its brackets: "
+                "`@memlab.record()`."
+            )
+        self._make = functools.partial(Recorder, model, optimizer, batch, allocator=allocator, sources=sources)
+        self._recorder: Recorder | None = None
+        self._trace: Trace | None = None
+
+    def __enter__(self) -> Trace:
+        if self._recorder is not None:
+            raise MemlabError("this record() is already recording: make a new one for the inner block")
+        self._recorder = self._make()
+        self._trace = object.__new__(_Unfinished)
+        self._recorder.start()
+        return self._trace
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        recorder, trace = self._recorder, self._trace
+        assert recorder is not None
+        assert trace is not None
+        self._recorder = self._trace = None
+        recorder.stop()
+        notes = () if kind is None else (f"the block ended early, by {kind.__name__}: the trace covers what ran",)
+        finished = recorder.trace(notes=notes)
+        object.__setattr__(trace, "__class__", Trace)
+        trace.__dict__.update(finished.__dict__)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with self as trace:
+                recorded.trace = trace  # type: ignore[attr-defined]
+                return function(*args, **kwargs)
+
+        return recorded
+
+
+class _Unfinished(Trace):
+    """What `record` yields until its block ends."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__class__", "__dict__"):
+            return object.__getattribute__(self, name)
+        raise MemlabError("this trace is not complete: it can be read after the `with memlab.record()` block has ended")
+
+    def __repr__(self) -> str:
+        return "<Trace: recording>"
+
+    __str__ = __repr__
+
+
+@dataclass
+class _Saved:
+    """An entry of the ledger without its tensor."""
+
+    entry: ledger.Entry
+    storage: Storage | None
+    nbytes: int
+    operator: int
+    entered: int
+    module: str
+    source: str | None
+
+
+@dataclass
+class _Block:
+    """One block of the allocator's."""
+
+    nbytes: int
+    born: int
+    freed: int | None = None
+    operator: int | None = None
+    owner: Storage | None = None
+
+
+@dataclass
+class _Life:
+    """When storages lived, in ticks; the blocks that belong to none; the first tick after each operator."""
+
+    born: dict[int, int] = field(default_factory=dict)
+    freed: dict[int, int] = field(default_factory=dict)
+    rounding: dict[int, int] = field(default_factory=dict)
+    foreign: set[int] = field(default_factory=set)
+    loose: list[_Block] = field(default_factory=list)
+    operator_ticks: list[int] = field(default_factory=list)
+
+
+class Recorder:
+    """`start`, run the code, `stop`, then `trace()`. Users want `record`."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        batch: Any = None,
+        *,
+        allocator: bool = False,
+        sources: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device or _device_of(model)
+        self.clock = Clock(sources)
+        self.tracker = Tracker(self.clock, marks=allocator)
+        self._listener = allocator_.Listener(self.device) if allocator else None
+        self._events: list[allocator_.Event] = []
+        self._thread = threading.get_ident()
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str, str]] = {}
+        self._saved: list[_Saved] = []
+        self._opaque: set[str] = set()
+        self._entered = 0
+        self._backward_since_step = False
+        self._stepped_in_backward = False
+        self._undo = contextlib.ExitStack()
+        self._optimizer_seen = optimizer is not None
+        self._batch_given = batch is not None
+        self._start_ns = 0
+        self._reserved = 0
+        self._prepare = functools.partial(self._register, model, optimizer, batch)
+
+    # -- starting and stopping -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise MemlabError(
+                "torch.inference_mode is on: nothing is saved for backward there and tensors made in it cannot be "
+                "trained on. Leave the block, or use torch.no_grad for a forward pass without gradients."
+            )
+        if self._listener is not None:
+            allocator_.refuse_running_profiler()
+        self.clock.on_new_root = self._new_root
+        self.clock.before_optimizer = self._optimizer_begins
+        self.clock.after_optimizer = self._optimizer_ends
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            self._wrap(torch.autograd, "_engine_run_backward", self._run_backward)
+            self._wrap(torch, "get_rng_state", self._get_rng_state)
+            if self._listener is not None:
+                self._listener.start()
+                self._undo.callback(self._stop_listening)
+            self._prepare()
+            self.clock.start()
+            self._undo.callback(self.clock.stop)
+            self._start_ns = time.perf_counter_ns()
+            self._undo.enter_context(self.tracker)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._reserved = torch.cuda.max_memory_reserved(self.device)
+        self._undo.close()
+        self.tracker.forget()
+
+    def _stop_listening(self) -> None:
+        assert self._listener is not None
+        self._events = self._listener.stop()
+
+    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        wrapped = functools.wraps(original)(functools.partial(replacement, original))
+        setattr(owner, name, wrapped)
+        self._undo.callback(setattr, owner, name, original)
+
+    # -- who is who ----------------------------------------------------------------------------------------------
+
+    def _register(self, model: nn.Module | None, optimizer: Any, batch: Any) -> None:
+        if model is not None:
+            self.clock.adopt(model)
+            self._new_root(model)
+        if optimizer is not None:
+            self._optimizer_ends(optimizer)
+            self._backward_since_step = False
+            self.clock.step_ends.clear()
+        for index, tensor in enumerate(nest.tensors(batch)):
+            self._give(tensor, "batch", f"batch[{index}]", "")
+
+    def _new_root(self, root: nn.Module) -> None:
+        inner = unwrapped(root)
+        for path, module in inner.named_modules():
+            owner, prefix = self.clock.names.get(id(module), ""), clean_name(path) + "." if path else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._parameter(parameter, prefix + name, owner)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._give(buffer, "buffers", prefix + name, owner)
+
+    def _parameter(self, parameter: torch.Tensor, name: str = "", owner: str = "") -> None:
+        if id(parameter) not in self._parameters and not isinstance(parameter, nn.UninitializedParameter):
+            self._parameters[id(parameter)] = weakref.ref(parameter), name, owner
+            self._give(parameter, "parameters", name, owner)
+            if parameter.grad is not None:
+                self._give(parameter.grad, "gradients", name, owner)
+
+    def _give(self, tensor: torch.Tensor, role: str, name: str, owner: str) -> None:
+        for storage in self.tracker.meet_outside(tensor):
+            if not storage.role:
+                storage.role, storage.name, storage.owner = role, name, owner
+
+    def _find_gradients(self, parameters: Iterable[int]) -> None:
+        for key in parameters:
+            reference, name, owner = self._parameters[key]
+            parameter = reference()
+            if parameter is not None and parameter.grad is not None:
+                self._give(parameter.grad, "gradients", name, owner)
+
+    # -- what the program does -----------------------------------------------------------------------------------
+
+    def _run_backward(self, original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1:
+            return original(roots, *args, **kwargs)
+        self._read_ledger(roots)
+        accumulates = kwargs.get("accumulate_grad", False)
+        self.clock.backward_begins(create_graph=bool(args[2]) if len(args) > 2 else False)
+        try:
+            return original(roots, *args, **kwargs)
+        finally:
+            self.clock.backward_over()
+            if accumulates:
+                self.clock.backward_ends.append(len(self.tracker.operators))
+                self._find_gradients(self._parameters)
+                self._backward_since_step = True
+                if self._stepped_in_backward:
+                    self._stepped_in_backward = False
+                    self._step_ended()
+
+    def _read_ledger(self, roots: Any) -> None:
+        graph = ledger.walk([root for root in roots if isinstance(root, torch.Tensor)])
+        self._opaque.update(graph.opaque)
+        for leaf in graph.leaves:
+            if isinstance(leaf, nn.Parameter):
+                self._parameter(leaf)
+        unknown = "other" if self._batch_given else "batch"
+        for entry in graph.entries:
+            module, source = self.clock.module_of(entry.sequence), self.clock.source_of(entry.sequence)
+            tensor, found = entry.tensor, []
+            if tensor is not None:
+                before = len(self.tracker.storages)
+                found = self.tracker.meet_outside(tensor)
+                for storage in self.tracker.storages[before:]:
+                    wrapped = storage.nbytes <= _WRAPPED_NUMBER and not storage.shape
+                    storage.role = "workspace" if wrapped else unknown
+            light = ledger.without_tensor(entry)
+            nbytes = 0 if tensor is None else sum(p.numel() * p.element_size() for p in parts(tensor))
+            number = len(self.tracker.operators)
+            holders: list[Storage | None] = [*found] or [None]
+            for storage in holders:
+                self._saved.append(_Saved(light, storage, nbytes, number, self._entered, module, source))
+        self._entered += 1
+
+    def _optimizer_begins(self, optimizer: Any) -> None:
+        self._optimizer_seen = True
+        keys = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._parameter(parameter)
+                keys.append(id(parameter))
+        self._find_gradients(keys)
+
+    def _optimizer_ends(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._parameter(parameter)
+                _, name, owner = self._parameters[id(parameter)]
+                for tensor in nest.tensors(optimizer.state.get(parameter)):
+                    self._give(tensor, "optimizer state", name, owner)
+        if torch._C._current_graph_task_id() != -1:
+            self._stepped_in_backward = True
+        else:
+            self._step_ended()
+
+    def _step_ended(self) -> None:
+        """Optimizer steps with no backward between them belong to one training step."""
+        ends = self.clock.step_ends
+        if ends and not self._backward_since_step:
+            ends.pop()
+        ends.append(len(self.tracker.operators))
+        self._backward_since_step = False
+
+    def _get_rng_state(self, original: Callable[[], torch.Tensor]) -> torch.Tensor:
+        state = original()
+        if threading.get_ident() == self._thread:
+            self.tracker.made_outside(state)
+        return state
+
+    # -- the trace -----------------------------------------------------------------------------------------------
+
+    def trace(self, strategy: str = "baseline", notes: Iterable[str] = (), absent: Iterable[str] = ()) -> Trace:
+        """What was recorded, as a value. `stop` comes first."""
+        places = self._places()
+        life = self._join() if self._listener is not None else self._by_log()
+        roles = self._roles(places)
+        device = self.device.type
+        allocations = []
+        for storage in self.tracker.storages:
+            seen = storage.nbytes and storage.device == device and storage.number not in life.foreign
+            if seen and (self._listener is not None or roles[storage.number] != "workspace"):
+                allocations += list(self._allocations(storage, roles[storage.number], places, life))
+        for block in life.loose:
+            number = block.operator if block.operator is not None else len(places) - 1
+            inside = block.freed is not None and block.freed < life.operator_ticks[number]
+            inside = inside or block.nbytes <= _WRAPPED_NUMBER
+            category = "workspace" if inside else "other"
+            place = places[number] if places else Place()
+            allocations.append(Allocation(block.nbytes, category, place, block.born, block.freed, number))
+        operators = tuple(
+            Operator(place, tick, (row[2] - self._start_ns) / 1e9)
+            for place, tick, row in zip(places, life.operator_ticks, self.tracker.operators, strict=True)
+        )
+        return Trace(
+            allocations=tuple(allocations),
+            operators=operators,
+            saved=tuple(self._saved_tensors(roles, places)),
+            strategy=strategy,
+            allocator=self._listener is not None,
+            absent=(*self._absent(), *absent),
+            notes=tuple(notes),
+            provenance=self._provenance(),
+            step_ends=tuple(self.clock.step_ends),
+        )
+
+    def _places(self) -> list[Place]:
+        """Where each operator ran."""
+        backward_ends, step_ends = self.clock.backward_ends, self.clock.step_ends
+        places, step, passes, first_pass = [], 0, 0, 0
+        for number, (function, (phase, module, source), _, _) in enumerate(self.tracker.operators):
+            while passes < len(backward_ends) and backward_ends[passes] <= number:
+                passes += 1
+            while step < len(step_ends) and step_ends[step] <= number:
+                step, first_pass = step + 1, passes
+            if isinstance(module, int):
+                source = self.clock.source_of(module)
+                module = self.clock.module_of(module)
+            micro_batch = 0 if phase == OPTIMIZER else passes - first_pass
+            places.append(Place(PHASES[phase], module, function.name().partition(".")[0], micro_batch, step, source))
+        return places
+
+    def _by_log(self) -> _Life:
+        """Lives from the tracker alone: an event of its log is a tick."""
+        life = _Life(operator_ticks=[row[3] + 1 for row in self.tracker.operators])
+        for storage in self.tracker.storages:
+            life.born[storage.number] = 0 if storage.operator < 0 else storage.born + 1
+            if storage.died is not None:
+                life.freed[storage.number] = storage.died + 1
+        return life
+
+    def _join(self) -> _Life:
+        """Lives from the allocator's events, each block given to the storage that its address names (Rule 5)."""
+        life = _Life()
+        open_blocks: dict[int, _Block] = {}
+        fresh: list[_Block] = []
+        made_by: dict[int, list[Storage]] = {}
+        for storage in self.tracker.storages:
+            if storage.operator >= 0:
+                made_by.setdefault(storage.operator, []).append(storage)
+        claimed: set[int] = set()
+
+        def claim(storage: Storage) -> None:
+            if storage.number in claimed or not storage.nbytes:
+                return
+            block = open_blocks.get(storage.ptr)
+            if block is not None and block.owner is None:
+                claimed.add(storage.number)
+                block.owner = storage
+
+        tick, marks = 1, iter(self.tracker.mark_of)
+        for event in self._events:
+            if event.nbytes > 0:
+                block = open_blocks[event.ptr] = _Block(event.nbytes, tick)
+                life.loose.append(block)
+                fresh.append(block)
+                tick += 1
+            elif event.nbytes < 0:
+                released = open_blocks.pop(event.ptr, None)
+                if released is not None:
+                    released.freed = tick
+                    tick += 1
+            else:
+                kind, number = next(marks)
+                if kind == "died":
+                    life.freed[number] = tick
+                    tick += 1
+                    continue
+                for storage in made_by.get(number, ()) if kind == "operator" else (self.tracker.storages[number],):
+                    claim(storage)
+                if kind == "operator":
+                    for block in fresh:
+                        block.operator = number
+                    fresh.clear()
+                    life.operator_ticks.append(tick)
+        for block in life.loose:
+            if block.owner is not None:
+                number = block.owner.number
+                life.born[number] = block.born
+                life.rounding[number] = block.nbytes - block.owner.nbytes
+                if block.freed is not None:
+                    life.freed[number] = block.freed
+        life.loose = [block for block in life.loose if block.owner is None]
+        for storage in self.tracker.storages:
+            if storage.number not in claimed:
+                if storage.operator < 0:
+                    life.born[storage.number] = 0
+                else:  # its memory is not the allocator's: numpy's, a file's
+                    life.foreign.add(storage.number)
+        return life
+
+    def _roles(self, places: list[Place]) -> list[str]:
+        direct = {s.storage.number for s in self._saved if s.storage is not None and not s.entry.checkpoint_input}
+        inputs = {s.storage.number for s in self._saved if s.storage is not None and s.entry.checkpoint_input}
+        storages = self.tracker.storages
+        survives = self._survivors()
+        roles: list[str] = []
+        for storage in storages:
+            role = storage.role
+            if not role:
+                source = None if storage.cast_of is None else storages[storage.cast_of]
+                phase = places[storage.operator].phase if 0 <= storage.operator < len(places) else "forward"
+                if source is not None and source.role == "parameters" and phase in ("forward", "recompute"):
+                    role = "weight copies"
+                elif storage.number in direct or storage.number in survives:
+                    role = "activations"
+                elif storage.number in inputs:
+                    role = "checkpoint inputs"
+                else:
+                    role = "temporaries" if storage.operator >= 0 else "other"
+            roles.append(role)
+        return roles
+
+    def _survivors(self) -> set[int]:
+        """Storages made by recomputation and still there when backward's next operator has run (Rule 4)."""
+        operators = self.tracker.operators
+        resumes: list[int] = [0] * len(operators)  # for each operator, the first one after it that is no recompute
+        following = len(operators)
+        for number in range(len(operators) - 1, -1, -1):
+            if operators[number][1][0] != RECOMPUTE:
+                following = number
+            resumes[number] = following
+        found = set()
+        for storage in self.tracker.storages:
+            number = storage.operator
+            if 0 <= number < len(operators) and operators[number][1][0] == RECOMPUTE:
+                resumed = resumes[number]
+                if resumed < len(operators) and (storage.died is None or storage.died >= operators[resumed][3]):
+                    found.add(storage.number)
+        return found
+
+    def _allocations(self, storage: Storage, role: str, places: list[Place], life: _Life) -> Iterator[Allocation]:
+        number = storage.operator
+        place = places[min(number, len(places) - 1)] if number >= 0 and places else Place()
+        if storage.owner:
+            place = Place(place.phase, storage.owner, place.operator, place.micro_batch, place.step, place.source)
+        born, freed = life.born[storage.number], life.freed.get(storage.number)
+        dtype = str(storage.dtype).removeprefix("torch.")
+        yield Allocation(
+            storage.nbytes, role, place, born, freed, number, storage.number, storage.name, dtype, storage.shape
+        )
+        if life.rounding.get(storage.number, 0):
+            yield Allocation(life.rounding[storage.number], "rounding", place, born, freed, number)
+
+    def _saved_tensors(self, roles: list[str], places: list[Place]) -> Iterator[SavedTensor]:
+        slots: dict[tuple[int, int], list[str]] = {}
+        for saved in self._saved:
+            entry, storage = saved.entry, saved.storage
+            earlier = slots.setdefault((saved.entered, -1 if storage is None else storage.number), [])
+            kind = "activations" if storage is None else roles[storage.number]
+            if storage is not None and storage.device != self.device.type:
+                kind = "offloaded"
+            last = places[min(saved.operator, len(places)) - 1] if places else Place()
+            yield SavedTensor(
+                module=saved.module,
+                operator=entry.node,
+                slot=entry.slot,
+                shape=entry.shape,
+                dtype=entry.dtype,
+                nbytes=saved.nbytes,
+                storage=None if storage is None else storage.number,
+                storage_bytes=0 if storage is None else storage.nbytes,
+                kind=kind,
+                state=entry.state if kind != "offloaded" else "offloaded",
+                shares_with=() if storage is None else tuple(earlier),
+                micro_batch=last.micro_batch,
+                step=last.step,
+                entry=saved.entered,
+                source=saved.source,
+            )
+            earlier.append(entry.slot)
+
+    def _absent(self) -> Iterator[str]:
+        if self._listener is None:
+            yield "workspace inside operators: record with allocator=True to see it"
+        if not self._optimizer_seen:
+            yield "optimizer state: no optimizer step ran here"
+        if self._entered == 0:
+            yield "what is saved for backward: no backward pass ran here"
+        if self._opaque:
+            yield (
+                f"what in-place writes to views save ({', '.join(sorted(self._opaque))}): autograd shows no list of it; "
+                "its bytes are counted, as temporaries"
+            )
+        if self.device.type == "cuda":
+            yield "the CUDA context and memory that libraries take outside PyTorch's allocator"
+
+    def _provenance(self) -> dict[str, Any]:
+        about: dict[str, Any] = {
+            "device": self.device.type,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+        }
+        if self.device.type == "cuda":
+            about["device_name"] = torch.cuda.get_device_name(self.device)
+            about["max_memory_allocated"] = torch.cuda.max_memory_allocated(self.device)
+            about["max_memory_reserved"] = self._reserved
+        return about
+
+
+def _device_of(model: nn.Module | None) -> torch.device:
+    """Where the model's parameters are; without a model or parameters, the GPU if this process uses one."""
+    for tensor in [] if model is None else [*model.parameters(), *model.buffers()]:
+        return tensor.device
+    uses_cuda = model is None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.device("cuda" if uses_cuda else "cpu")
