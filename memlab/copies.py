@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .clock import unwrapped
-from .state import data_globals, helpers, is_foreign, walk
+from .state import data_globals, helpers, is_foreign, is_optimizer_hooks, walk
 
 Memo = dict[int, Any]
 
@@ -42,13 +43,11 @@ def copied(*roots: Any, dtype: torch.dtype, device: torch.device) -> list[Any]:
 
 
 def _make_twins(tensors: list[torch.Tensor], memo: Memo, dtype: torch.dtype, device: torch.device) -> None:
-    views: dict[Any, torch.Tensor] = {}
+    views: dict[Hashable, torch.Tensor] = {}
     for tensor in tensors:
         if tensor._post_accumulate_grad_hooks:
             raise TypeError("a parameter has post-accumulate-grad hooks, which would act on the original")
-        view: Any = id(tensor)
-        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
-            view = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
+        view = view_of(tensor)
         if view not in views:
             views[view] = tensor.detach().to(device, _counterpart(tensor.dtype, dtype), copy=True)
         memo[id(tensor)] = torch.Tensor._make_subclass(type(tensor), views[view].detach(), tensor.requires_grad)
@@ -57,6 +56,13 @@ def _make_twins(tensors: list[torch.Tensor], memo: Memo, dtype: torch.dtype, dev
         twin.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
         for hook in (tensor._backward_hooks or {}).values():
             twin.register_hook(hook)
+
+
+def view_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same view of one storage."""
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
 
 
 def _counterpart(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
@@ -103,7 +109,7 @@ def _copied_optimizer(optimizer: torch.optim.Optimizer, memo: Memo) -> torch.opt
     which is bound to the original."""
     new: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if "_hooks" in name:
+        if is_optimizer_hooks(name):
             vars(new)[name] = type(value)((key, _copied(hook, memo)) for key, hook in value.items())
         elif name != "step":
             vars(new)[name] = copy.deepcopy(value, memo)

@@ -90,7 +90,7 @@ def walk(roots: Iterable[torch.Tensor]) -> Graph:
 
 
 def _saved_by(node: Node, names: list[str], frames: dict[int, _Metadata]) -> Iterator[Entry]:
-    name, sequence = node.name(), node._sequence_nr()  # type: ignore[attr-defined]
+    name, sequence = node.name(), node._sequence_nr()
     for attribute in names:
         try:
             raw = getattr(node, attribute)

@@ -16,7 +16,7 @@ import torch
 from . import allocator as allocator_
 from .errors import MemlabError
 from .record import Recorder
-from .state import State
+from .state import State, snapshot
 from .step import TrainingStep
 from .strategies import Baseline, Runner, Strategy
 from .trace import Trace
@@ -37,6 +37,8 @@ class Stage:
         self._steady = steady
         self._users: State | None = None
         self._start: State | None = None
+        self._compiled = bool(compiled_modules(step))
+        self._rehearsed: set[str] = set()
 
     def __enter__(self) -> Stage:
         step = self.step
@@ -44,8 +46,6 @@ class Stage:
         try:
             self._without_gradients()
             if self._steady:
-                from .state import snapshot
-
                 learned = snapshot(step.model, step.batch, step.loss_fn)
                 with Baseline().applied(step) as runner:
                     runner.run()
@@ -68,6 +68,8 @@ class Stage:
         assert self._start is not None, "enter the stage first"
         self._start.restore()
         try:
+            if self._compiled and repr(strategy) not in self._rehearsed:
+                self._rehearse(strategy)
             with strategy.applied(self.step) as runner:
                 for _ in range(_MOST_WARM_UPS if runner.scales_loss else 0):
                     runner.run()
@@ -77,6 +79,15 @@ class Stage:
                 yield runner
         finally:
             self._start.restore()
+
+    def _rehearse(self, strategy: Strategy) -> None:
+        """Have modules compiled for this strategy's shapes and types while no instrument looks on: what is compiled
+        under one stays as it then was."""
+        assert self._start is not None
+        with strategy.applied(self.step) as runner:
+            runner.run()
+        self._start.restore()
+        self._rehearsed.add(repr(strategy))
 
     def _without_gradients(self) -> None:
         for _, parameter in self.step.named_parameters():
@@ -131,8 +142,21 @@ def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: 
         finally:
             recorder.stop()
         refuse_nan(loss)
+        notes = list(runner.notes)
         absent = [] if step.optimizer is not None else ["optimizer state: the step has no optimizer"]
-        return recorder.trace(strategy=strategy.label(step), notes=runner.notes, absent=absent)
+        if compiled := compiled_modules(step):
+            notes.append(f"{', '.join(compiled)} runs compiled and is measured so, as one unit")
+            absent.append("single operators and modules inside compiled code")
+        return recorder.trace(strategy=strategy.label(step), notes=notes, absent=absent)
+
+
+def compiled_modules(step: TrainingStep) -> list[str]:
+    """Names of the modules that run compiled."""
+    return [
+        step.module_names.get(id(module), type(module).__name__)
+        for module in step.model.modules()
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    ]
 
 
 def refuse(allocator: bool) -> None:

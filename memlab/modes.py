@@ -9,7 +9,7 @@ class LightMode(TorchDispatchMode):
     """A dispatch mode under which compiled modules stay compiled (from PyTorch 2.10 on)."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -4,7 +4,8 @@ With a `Prover` on a stage one gets, for each strategy, a `Verdict`: how far los
 parameters are from the plain step's, whether that counts as the same, and a sentence wherever they differ.
 
 Rule 1. Both steps run on copies in host memory, in float64, from the same start. Autocast leaves float64 alone and
-        `LowPrecision` is left out: what these do to the numbers is the *gradient error*, measured beside it.
+        `LowPrecision` is left out: what these do to the numbers is the *gradient error*, measured beside it. A step
+        in pure low precision is therefore never called equivalent: at best it is not proven.
 Rule 2. Gradients are caught whole and unscaled, before anything consumes them.
 Rule 3. gradient_difference = max over parameters of ||g - g0|| / max(||g0||, 1e-3 sqrt(n_p / n) ||all g0||). The floor
         is there because some gradients are zero in mathematics (an attention key's bias) and noise in arithmetic.
@@ -137,8 +138,14 @@ class Prover:
                 proof, tolerance = "same precision", rounding
                 name = str(low).removeprefix("torch.")
                 notes.append(f"compared within the rounding of {name}, in which parts of the model compute")
-        equivalent = found.within(tolerance)
-        if not equivalent:
+        equivalent: bool | None = found.within(tolerance)
+        if equivalent and any(isinstance(part, LowPrecision) for part in strategy.parts):
+            equivalent = None  # Rule 1: what rounds the parameters themselves was left out
+            notes.append(
+                "low precision is left out of the float64 proof: it rounds parameters, gradients and optimizer state, "
+                "and small updates can vanish; the gradient error says how far gradients are off"
+            )
+        if equivalent is False:
             notes += why_different(self.stage.step, strategy, found, tolerance)
         return Verdict(
             equivalent=equivalent,

@@ -9,21 +9,16 @@ Rule 1. Nothing of the user's is changed or kept: global hooks, one dispatch mod
 Rule 2. The ledger is read when an outermost backward is entered: then the graph is whole and its roots are known.
 Rule 3. Roles are given late, to storages: a gradient is what stands in `p.grad` after backward or when the optimizer
         starts, whatever it was when it was born; it keeps that role for its whole life.
-Rule 4. A storage made by recomputation that is still there when backward goes on is an activation.
-Rule 5. The join needs no clock. When operator k ends, each new storage's address names one open block of the
-        allocator; a block that no storage names, allocated and released within k, is workspace of k.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -32,9 +27,10 @@ from torch import nn
 
 from . import allocator as allocator_
 from . import ledger, nest
-from .clock import OPTIMIZER, RECOMPUTE, Clock, clean_name, unwrapped
+from .assemble import Recorded, Saved, assembled
+from .clock import Clock, clean_name, unwrapped
 from .errors import MemlabError
-from .trace import PHASES, Allocation, Operator, Place, SavedTensor, Trace
+from .trace import Trace
 from .tracker import Storage, Tracker, parts
 
 _WRAPPED_NUMBER = 16  # bytes: `x / 2` wraps the 2 as a tensor in C++, which no operator makes
@@ -125,42 +121,6 @@ class _Unfinished(Trace):
     __str__ = __repr__
 
 
-@dataclass
-class _Saved:
-    """An entry of the ledger without its tensor."""
-
-    entry: ledger.Entry
-    storage: Storage | None
-    nbytes: int
-    operator: int
-    entered: int
-    module: str
-    source: str | None
-
-
-@dataclass
-class _Block:
-    """One block of the allocator's."""
-
-    nbytes: int
-    born: int
-    freed: int | None = None
-    operator: int | None = None
-    owner: Storage | None = None
-
-
-@dataclass
-class _Life:
-    """When storages lived, in ticks; the blocks that belong to none; the first tick after each operator."""
-
-    born: dict[int, int] = field(default_factory=dict)
-    freed: dict[int, int] = field(default_factory=dict)
-    rounding: dict[int, int] = field(default_factory=dict)
-    foreign: set[int] = field(default_factory=set)
-    loose: list[_Block] = field(default_factory=list)
-    operator_ticks: list[int] = field(default_factory=list)
-
-
 class Recorder:
     """`start`, run the code, `stop`, then `trace()`. Users want `record`."""
 
@@ -178,16 +138,15 @@ class Recorder:
         self.clock = Clock(sources)
         self.tracker = Tracker(self.clock, marks=allocator)
         self._listener = allocator_.Listener(self.device) if allocator else None
-        self._events: list[allocator_.Event] = []
+        self._events: list[allocator_.Event] | None = None
         self._thread = threading.get_ident()
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str, str]] = {}
-        self._saved: list[_Saved] = []
+        self._saved: list[Saved] = []
         self._opaque: set[str] = set()
         self._entered = 0
         self._backward_since_step = False
         self._stepped_in_backward = False
         self._undo = contextlib.ExitStack()
-        self._optimizer_seen = optimizer is not None
         self._batch_given = batch is not None
         self._start_ns = 0
         self._reserved = 0
@@ -324,12 +283,11 @@ class Recorder:
             nbytes = 0 if tensor is None else sum(p.numel() * p.element_size() for p in parts(tensor))
             number = len(self.tracker.operators)
             holders: list[Storage | None] = [*found] or [None]
-            for storage in holders:
-                self._saved.append(_Saved(light, storage, nbytes, number, self._entered, module, source))
+            for holder in holders:
+                self._saved.append(Saved(light, holder, nbytes, number, self._entered, module, source))
         self._entered += 1
 
     def _optimizer_begins(self, optimizer: Any) -> None:
-        self._optimizer_seen = True
         keys = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -367,231 +325,17 @@ class Recorder:
 
     def trace(self, strategy: str = "baseline", notes: Iterable[str] = (), absent: Iterable[str] = ()) -> Trace:
         """What was recorded, as a value. `stop` comes first."""
-        places = self._places()
-        life = self._join() if self._listener is not None else self._by_log()
-        roles = self._roles(places)
-        device = self.device.type
-        allocations = []
-        for storage in self.tracker.storages:
-            seen = storage.nbytes and storage.device == device and storage.number not in life.foreign
-            if seen and (self._listener is not None or roles[storage.number] != "workspace"):
-                allocations += list(self._allocations(storage, roles[storage.number], places, life))
-        for block in life.loose:
-            number = block.operator if block.operator is not None else len(places) - 1
-            inside = block.freed is not None and block.freed < life.operator_ticks[number]
-            inside = inside or block.nbytes <= _WRAPPED_NUMBER
-            category = "workspace" if inside else "other"
-            place = places[number] if places else Place()
-            allocations.append(Allocation(block.nbytes, category, place, block.born, block.freed, number))
-        operators = tuple(
-            Operator(place, tick, (row[2] - self._start_ns) / 1e9)
-            for place, tick, row in zip(places, life.operator_ticks, self.tracker.operators, strict=True)
+        recorded = Recorded(
+            device=self.device,
+            clock=self.clock,
+            tracker=self.tracker,
+            events=self._events,
+            saved=self._saved,
+            opaque=self._opaque,
+            start_ns=self._start_ns,
+            reserved=self._reserved,
         )
-        return Trace(
-            allocations=tuple(allocations),
-            operators=operators,
-            saved=tuple(self._saved_tensors(roles, places)),
-            strategy=strategy,
-            allocator=self._listener is not None,
-            absent=(*self._absent(), *absent),
-            notes=tuple(notes),
-            provenance=self._provenance(),
-            step_ends=tuple(self.clock.step_ends),
-        )
-
-    def _places(self) -> list[Place]:
-        """Where each operator ran."""
-        backward_ends, step_ends = self.clock.backward_ends, self.clock.step_ends
-        places, step, passes, first_pass = [], 0, 0, 0
-        for number, (function, (phase, module, source), _, _) in enumerate(self.tracker.operators):
-            while passes < len(backward_ends) and backward_ends[passes] <= number:
-                passes += 1
-            while step < len(step_ends) and step_ends[step] <= number:
-                step, first_pass = step + 1, passes
-            if isinstance(module, int):
-                source = self.clock.source_of(module)
-                module = self.clock.module_of(module)
-            micro_batch = 0 if phase == OPTIMIZER else passes - first_pass
-            places.append(Place(PHASES[phase], module, function.name().partition(".")[0], micro_batch, step, source))
-        return places
-
-    def _by_log(self) -> _Life:
-        """Lives from the tracker alone: an event of its log is a tick."""
-        life = _Life(operator_ticks=[row[3] + 1 for row in self.tracker.operators])
-        for storage in self.tracker.storages:
-            life.born[storage.number] = 0 if storage.operator < 0 else storage.born + 1
-            if storage.died is not None:
-                life.freed[storage.number] = storage.died + 1
-        return life
-
-    def _join(self) -> _Life:
-        """Lives from the allocator's events, each block given to the storage that its address names (Rule 5)."""
-        life = _Life()
-        open_blocks: dict[int, _Block] = {}
-        fresh: list[_Block] = []
-        made_by: dict[int, list[Storage]] = {}
-        for storage in self.tracker.storages:
-            if storage.operator >= 0:
-                made_by.setdefault(storage.operator, []).append(storage)
-        claimed: set[int] = set()
-
-        def claim(storage: Storage) -> None:
-            if storage.number in claimed or not storage.nbytes:
-                return
-            block = open_blocks.get(storage.ptr)
-            if block is not None and block.owner is None:
-                claimed.add(storage.number)
-                block.owner = storage
-
-        tick, marks = 1, iter(self.tracker.mark_of)
-        for event in self._events:
-            if event.nbytes > 0:
-                block = open_blocks[event.ptr] = _Block(event.nbytes, tick)
-                life.loose.append(block)
-                fresh.append(block)
-                tick += 1
-            elif event.nbytes < 0:
-                released = open_blocks.pop(event.ptr, None)
-                if released is not None:
-                    released.freed = tick
-                    tick += 1
-            else:
-                kind, number = next(marks)
-                if kind == "died":
-                    life.freed[number] = tick
-                    tick += 1
-                    continue
-                for storage in made_by.get(number, ()) if kind == "operator" else (self.tracker.storages[number],):
-                    claim(storage)
-                if kind == "operator":
-                    for block in fresh:
-                        block.operator = number
-                    fresh.clear()
-                    life.operator_ticks.append(tick)
-        for block in life.loose:
-            if block.owner is not None:
-                number = block.owner.number
-                life.born[number] = block.born
-                life.rounding[number] = block.nbytes - block.owner.nbytes
-                if block.freed is not None:
-                    life.freed[number] = block.freed
-        life.loose = [block for block in life.loose if block.owner is None]
-        for storage in self.tracker.storages:
-            if storage.number not in claimed:
-                if storage.operator < 0:
-                    life.born[storage.number] = 0
-                else:  # its memory is not the allocator's: numpy's, a file's
-                    life.foreign.add(storage.number)
-        return life
-
-    def _roles(self, places: list[Place]) -> list[str]:
-        direct = {s.storage.number for s in self._saved if s.storage is not None and not s.entry.checkpoint_input}
-        inputs = {s.storage.number for s in self._saved if s.storage is not None and s.entry.checkpoint_input}
-        storages = self.tracker.storages
-        survives = self._survivors()
-        roles: list[str] = []
-        for storage in storages:
-            role = storage.role
-            if not role:
-                source = None if storage.cast_of is None else storages[storage.cast_of]
-                phase = places[storage.operator].phase if 0 <= storage.operator < len(places) else "forward"
-                if source is not None and source.role == "parameters" and phase in ("forward", "recompute"):
-                    role = "weight copies"
-                elif storage.number in direct or storage.number in survives:
-                    role = "activations"
-                elif storage.number in inputs:
-                    role = "checkpoint inputs"
-                else:
-                    role = "temporaries" if storage.operator >= 0 else "other"
-            roles.append(role)
-        return roles
-
-    def _survivors(self) -> set[int]:
-        """Storages made by recomputation and still there when backward's next operator has run (Rule 4)."""
-        operators = self.tracker.operators
-        resumes: list[int] = [0] * len(operators)  # for each operator, the first one after it that is no recompute
-        following = len(operators)
-        for number in range(len(operators) - 1, -1, -1):
-            if operators[number][1][0] != RECOMPUTE:
-                following = number
-            resumes[number] = following
-        found = set()
-        for storage in self.tracker.storages:
-            number = storage.operator
-            if 0 <= number < len(operators) and operators[number][1][0] == RECOMPUTE:
-                resumed = resumes[number]
-                if resumed < len(operators) and (storage.died is None or storage.died >= operators[resumed][3]):
-                    found.add(storage.number)
-        return found
-
-    def _allocations(self, storage: Storage, role: str, places: list[Place], life: _Life) -> Iterator[Allocation]:
-        number = storage.operator
-        place = places[min(number, len(places) - 1)] if number >= 0 and places else Place()
-        if storage.owner:
-            place = Place(place.phase, storage.owner, place.operator, place.micro_batch, place.step, place.source)
-        born, freed = life.born[storage.number], life.freed.get(storage.number)
-        dtype = str(storage.dtype).removeprefix("torch.")
-        yield Allocation(
-            storage.nbytes, role, place, born, freed, number, storage.number, storage.name, dtype, storage.shape
-        )
-        if life.rounding.get(storage.number, 0):
-            yield Allocation(life.rounding[storage.number], "rounding", place, born, freed, number)
-
-    def _saved_tensors(self, roles: list[str], places: list[Place]) -> Iterator[SavedTensor]:
-        slots: dict[tuple[int, int], list[str]] = {}
-        for saved in self._saved:
-            entry, storage = saved.entry, saved.storage
-            earlier = slots.setdefault((saved.entered, -1 if storage is None else storage.number), [])
-            kind = "activations" if storage is None else roles[storage.number]
-            if storage is not None and storage.device != self.device.type:
-                kind = "offloaded"
-            last = places[min(saved.operator, len(places)) - 1] if places else Place()
-            yield SavedTensor(
-                module=saved.module,
-                operator=entry.node,
-                slot=entry.slot,
-                shape=entry.shape,
-                dtype=entry.dtype,
-                nbytes=saved.nbytes,
-                storage=None if storage is None else storage.number,
-                storage_bytes=0 if storage is None else storage.nbytes,
-                kind=kind,
-                state=entry.state if kind != "offloaded" else "offloaded",
-                shares_with=() if storage is None else tuple(earlier),
-                micro_batch=last.micro_batch,
-                step=last.step,
-                entry=saved.entered,
-                source=saved.source,
-            )
-            earlier.append(entry.slot)
-
-    def _absent(self) -> Iterator[str]:
-        if self._listener is None:
-            yield "workspace inside operators: record with allocator=True to see it"
-        if not self._optimizer_seen:
-            yield "optimizer state: no optimizer step ran here"
-        if self._entered == 0:
-            yield "what is saved for backward: no backward pass ran here"
-        if self._opaque:
-            yield (
-                f"what in-place writes to views save ({', '.join(sorted(self._opaque))}): autograd shows no list of it; "
-                "its bytes are counted, as temporaries"
-            )
-        if self.device.type == "cuda":
-            yield "the CUDA context and memory that libraries take outside PyTorch's allocator"
-
-    def _provenance(self) -> dict[str, Any]:
-        about: dict[str, Any] = {
-            "device": self.device.type,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "threads": torch.get_num_threads(),
-        }
-        if self.device.type == "cuda":
-            about["device_name"] = torch.cuda.get_device_name(self.device)
-            about["max_memory_allocated"] = torch.cuda.max_memory_allocated(self.device)
-            about["max_memory_reserved"] = self._reserved
-        return about
+        return assembled(recorded, strategy, notes, absent)
 
 
 def _device_of(model: nn.Module | None) -> torch.device:

@@ -22,6 +22,7 @@ Rules:
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import random
 import sys
@@ -41,6 +42,7 @@ MOST_OBJECTS = 200_000
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size, type})
 _LOGGERS = {"tqdm", "wandb", "mlflow", "tensorboard", "matplotlib", "IPython", "ipywidgets"}
 _STANDARD = sys.stdlib_module_names - {"collections", "types", "argparse", "dataclasses"}
+_MODULE_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 _MISSING = object()
 
 
@@ -125,7 +127,7 @@ class _Bytes:
     def put_back(self) -> torch.UntypedStorage:
         storage = self.storage()
         if storage is None:
-            storage = torch.UntypedStorage(self.size, device=self.device)  # type: ignore[no-untyped-call]
+            storage = torch.UntypedStorage(self.size, device=self.device)
             self.storage = weakref.ref(storage)
         elif storage.nbytes() != self.size:
             storage.resize_(self.size)
@@ -215,9 +217,10 @@ def data_globals(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Global names in a function's code and in the functions inside it."""
+    """Global names in a function's code and in the functions inside it (`co_names` has attributes' names as well)."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*inner)
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
+    return own.union(*inner)
 
 
 def _attributes(found: Any) -> dict[str, Any] | None:
@@ -252,7 +255,14 @@ def is_foreign(found: Any) -> bool:
 
 def _instrument(found: Any, name: str) -> bool:
     """Rule 5."""
-    return isinstance(found, nn.Module | torch.optim.Optimizer) and (name == "forward" or "_hooks" in name)
+    if isinstance(found, nn.Module):
+        return name == "forward" or name in _MODULE_HOOKS
+    return isinstance(found, torch.optim.Optimizer) and is_optimizer_hooks(name)
+
+
+def is_optimizer_hooks(name: str) -> bool:
+    """Whether an optimizer's attribute holds its hooks."""
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -363,7 +373,7 @@ def _random_streams() -> Iterator[Undo]:
     """Rule 4: the global streams."""
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
     yield functools.partial(random.setstate, random.getstate())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -169,7 +169,7 @@ class TrainingStep:
 
         A micro-batch without loss terms (`weight` 0) has share 0: its loss may be NaN and is not part of the sum.
         """
-        sizes = self._sizes(count, size)
+        sizes = self.micro_batch_sizes(count, size)
         if self.split is None:
             batches = nest.split(self.batch, sizes)
             return self._shared(batches, list(sizes))
@@ -178,8 +178,8 @@ class TrainingStep:
             raise MemlabError(f"split(batch, {len(sizes)}) returned {len(batches)} micro-batches: return {len(sizes)}")
         return self._shared(batches, [_size_or_none(batch) for batch in batches])
 
-    def _sizes(self, count: int | None, size: int | None) -> list[int]:
-        """The samples in each micro-batch (0 where only the user's `split` knows)."""
+    def micro_batch_sizes(self, count: int | None = None, size: int | None = None) -> list[int]:
+        """The samples in each micro-batch of the default split (0 where only the user's `split` knows)."""
         if (count is None) == (size is None):
             raise MemlabError(f"give either count or size of the micro-batches, not {count=} and {size=}")
         name, wanted = ("count", count) if size is None else ("size", size)

@@ -81,15 +81,19 @@ class Tracker(LightMode):
     # -- operators -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = _KINDS.get(func)
+        if known is None:
+            known = _KINDS[func] = _kind(func), _written_by(func)
+        kind, writes = known
+        written = _given(writes, args, kwargs) if writes else ()
+        for tensor in written:  # it was there before: met afterwards, it would count as made by the operator
+            self.meet_outside(tensor)
         out = func(*args, **kwargs) if kwargs else func(*args)
-        kind = _KINDS.get(func)
-        if kind is None:
-            kind = _KINDS[func] = _kind(func)
         if kind == _VIEW:
             return out
         number = len(self.operators)
         before = len(self.storages)
-        if type(out) is torch.Tensor:
+        if type(out) is torch.Tensor and out.layout is torch.strided:
             storage = out.untyped_storage()
             if storage._cdata not in self._known:
                 self._meet(storage, out, number)
@@ -97,21 +101,21 @@ class Tracker(LightMode):
             for tensor in tensors_in(out):
                 self.meet(tensor, number)
         if kind:
-            self._special(kind, args, number, before)
+            self._special(kind, args, written, number, before)
         if self.marks:
             allocator.mark()
             self.mark_of.append(("operator", number))
         self.operators.append((func, self.clock.now(), time.perf_counter_ns(), len(self.log)))
         return out
 
-    def _special(self, kind: int, args: Any, number: int, before: int) -> None:
+    def _special(self, kind: int, args: Any, written: Iterable[torch.Tensor], number: int, before: int) -> None:
         if kind == _CAST:
             source = self.find(args[0])
             if source is not None:
                 for storage in self.storages[before:]:
                     storage.cast_of = source.number
         elif kind == _RESIZE:
-            for tensor in tensors_in(args):
+            for tensor in written:
                 self._check_size(tensor, number)
         elif kind == _LIBRARY:
             for storage in self.storages[before:]:
@@ -202,7 +206,8 @@ class Tracker(LightMode):
 # -- kinds of operators ------------------------------------------------------------------------------------------------
 
 _PLAIN, _VIEW, _CAST, _RESIZE, _LIBRARY = range(5)
-_KINDS: dict[Any, int] = {}
+_Writes = tuple[tuple[int, str], ...]  # position and name of each argument that an operator writes into
+_KINDS: dict[Any, tuple[int, _Writes]] = {}
 
 
 def _kind(func: Any) -> int:
@@ -214,17 +219,35 @@ def _kind(func: Any) -> int:
     if "mkldnn_rnn" in name or "cudnn" in name or "miopen" in name:
         return _LIBRARY
     # `lift_fresh` receives what `torch.tensor(...)` made in C++: a view of a storage not met before
-    return _VIEW if func.is_view and not name.startswith("lift") else _PLAIN
+    return _VIEW if (func.is_view and not name.startswith("lift")) or name.startswith("profiler::") else _PLAIN
 
 
-# -- tensors of every kind -----------------------------------------------------------------------------------------------
+def _written_by(func: Any) -> _Writes:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _given(writes: _Writes, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [
+        tensor
+        for place, name in writes
+        for tensor in tensors_in(args[place] if place < len(args) else (kwargs or {}).get(name))
+    ]
+
+
+# -- tensors of every kind ---------------------------------------------------------------------------------------------
+
+_functorch: Any = torch._C._functorch
 
 
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The strided tensors that hold a tensor's data: itself, or a sparse or nested tensor's components."""
+    """The strided tensors that hold a tensor's data: itself, what a transform of `torch.func` wraps, or the components
+    of a sparse or nested tensor."""
     layout = tensor.layout
     if layout == torch.strided:
-        if hasattr(tensor, "__tensor_flatten__"):
+        if _functorch.is_functorch_wrapped_tensor(tensor):
+            yield from parts(_functorch.get_unwrapped(tensor))
+        elif hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
             for name in names:
                 yield from parts(getattr(tensor, name))

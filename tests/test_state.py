@@ -282,6 +282,17 @@ def test_what_a_function_reaches_globals_closures_defaults_attributes():
     assert bound.keywords == {"where": {}}
 
 
+def test_an_attribute_that_is_named_like_a_global_is_none():
+    def loss_fn(model, batch):
+        return batch.SEEN + batch.HISTORY
+
+    state = snapshot(loss_fn)
+    SEEN["steps"] = 7
+    state.restore()
+    assert SEEN.pop("steps") == 7
+    SEEN["steps"] = 0
+
+
 def test_a_bound_method_and_objects_with_slots():
     @dataclasses.dataclass(slots=True)
     class Meter:
@@ -321,7 +332,7 @@ def test_in_place_operations_that_pull_a_tensor_into_a_graph():
 
 
 def test_sparse_nested_lazy_and_foreign_tensors():
-    sparse = torch.sparse_coo_tensor([[0, 1, 1]], [1.0, 2.0, 3.0], (4,))
+    sparse = torch.sparse_coo_tensor([[0, 1, 1]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     weight = nn.Parameter(torch.ones(4))
     weight.grad = sparse
@@ -330,7 +341,7 @@ def test_sparse_nested_lazy_and_foreign_tensors():
     meta = torch.empty(3, device="meta")
     state = snapshot(sparse, jagged, weight, lazy, opaque, meta)
     weight.grad.mul_(5)
-    weight.grad.add_(torch.sparse_coo_tensor([[3]], [9.0], (4,)))
+    weight.grad.add_(torch.sparse_coo_tensor([[3]], [9.0], (4,), check_invariants=True))
     jagged._values.add_(1)
     lazy(torch.ones(2, 5))
     state.restore()
@@ -359,13 +370,16 @@ def test_read_only_memory_is_not_written(tmp_path):
 
 def test_hooks_and_patched_forwards_are_left_as_they_are():
     model, seen = nn.Linear(2, 2), []
+    model.my_hooks = []
     handle = model.register_forward_hook(lambda module, args, out: seen.append(out))
     state = snapshot(model)
     model.forward = model.forward
     second = model.register_forward_hook(lambda *_: None)
     model(torch.ones(1, 2))
+    model.my_hooks.append(seen[0])
     state.restore()
     assert seen == []
+    assert model.my_hooks == []
     assert "forward" in vars(model)
     assert len(model._forward_hooks) == 2
     second.remove(), handle.remove()

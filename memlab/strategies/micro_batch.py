@@ -31,15 +31,14 @@ class MicroBatch(Strategy):
             raise MemlabError(f"{self!r}: give a whole number from 1")
 
     def label(self, step: TrainingStep | None = None) -> str:
-        sizes: list[int | None] = []
-        if step is not None:
+        sizes: list[int] = []
+        if step is not None and step.split is None:
             with contextlib.suppress(MemlabError):  # a step that cannot be split says so when it is run
-                sizes = [part.size for part in step.micro_batches(self.count, self.size)]
+                sizes = step.micro_batch_sizes(self.count, self.size)
         count = len(sizes) or self.count
         number = "micro-batches" if count is None else f"{count} micro-batch{'es' * (count != 1)}"
-        if not sizes and self.size:
-            return f"{number} of {self.size}"
-        return f"{number} of {_listed(sizes)}" if sizes and None not in sizes else number
+        each = _listed(sizes) if sizes else self.size
+        return f"{number} of {each}" if each else number
 
     @contextlib.contextmanager
     def install(self, runner: Runner) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import nest
 from ..clock import unwrapped
+from ..copies import view_of
 from ..errors import MemlabError
 from ..step import Optimizer, TrainingStep
 from .base import Strategy
@@ -100,9 +101,10 @@ def _lowered(tensors: list[torch.Tensor], state: list[torch.Tensor], dtype: torc
     """Each tensor holds a copy of its values, floating ones in `dtype`, while this is open. Tensors that are the same
     view of one storage stay so. Originals on a device wait in host memory, or they would be measured too."""
     distinct = {id(tensor): tensor for tensor in (*tensors, *state)}.values()
-    views = {id(tensor): (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in distinct}
-    originals: dict[Any, torch.Tensor] = {}
-    copies: dict[Any, torch.Tensor] = {}
+    views = {id(tensor): view_of(tensor) for tensor in distinct}
+    homes = {views[id(tensor)]: tensor.device for tensor in distinct}
+    originals: dict[Hashable, torch.Tensor] = {}
+    copies: dict[Hashable, torch.Tensor] = {}
     counters = {id(tensor) for tensor in state if not tensor.dim()}
     try:
         for tensor in distinct:
@@ -115,7 +117,7 @@ def _lowered(tensors: list[torch.Tensor], state: list[torch.Tensor], dtype: torc
         copies.clear()
         yield
     finally:
-        restored = {view: original.to(tensor.device) for view, original in originals.items()}
+        restored = {view: original.to(homes[view]) for view, original in originals.items()}
         for tensor in distinct:
             if (view := views[id(tensor)]) in restored:
                 tensor.data = restored[view]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..errors import MemlabError
@@ -26,9 +27,9 @@ class Checkpoint(Strategy):
     - modules: which, by one name or several. `*` stays within one name, `**` crosses dots: `"blocks.*"`,
       `("encoder.*", "decoder.*")`; the model's class name is the whole model. "auto": the outermost repeated children
       of one class in a ModuleList or Sequential. To match nothing, or a module within another, is an error.
-    - segments: run the matched children of one plain nn.Sequential (auto: the longest) as so many regions of
-      near-equal length. *All* are checkpointed, unlike in `torch.utils.checkpoint.checkpoint_sequential`, which leaves
-      the last one out.
+    - segments: run the matched children of one plain nn.Sequential (auto where nothing repeats: the longest) as so
+      many regions of near-equal length. *All* are checkpointed, unlike in
+      `torch.utils.checkpoint.checkpoint_sequential`, which leaves the last one out.
     - save: operators whose outputs are kept all the same (selective activation checkpointing): names such as "mm" or
       "aten.mm.default", `torch.ops` operators, or a predicate of the operator.
 
@@ -58,23 +59,25 @@ class Checkpoint(Strategy):
     @contextlib.contextmanager
     def install(self, runner: Runner) -> Iterator[None]:
         model, options, called = runner.step.model, _selective(self.save), set[str]()
+        forwards: dict[str, tuple[nn.Module, regions.Forward]]
+        if self.segments is not None:
+            name, container, groups = regions.segments(model, self.modules, self.segments)
+            forwards = {name: (container, regions.checkpointed_segments(container, name, groups, options, called.add))}
+        else:
+            forwards = {
+                name: (module, regions.checkpointed(module, name, options, called.add))
+                for name, module in regions.chosen(model, self.modules).items()
+            }
+        runner.afterwards.append(
+            lambda: [
+                f"Checkpoint matched {name}, but the forward pass never called it"
+                for name in forwards
+                if name not in called
+            ]
+        )
         with contextlib.ExitStack() as undo:
-            if self.segments is not None:
-                container, groups = regions.segments(model, self.modules, self.segments)
-                forward = regions.checkpointed_segments(container, groups, options)
-                undo.enter_context(regions.patched(container, forward))
-            else:
-                modules = regions.chosen(model, self.modules)
-                for name, module in modules.items():
-                    forward = regions.checkpointed(module, name, options, called.add)
-                    undo.enter_context(regions.patched(module, forward))
-                runner.afterwards.append(
-                    lambda: [
-                        f"Checkpoint matched {name}, but the forward pass never called it"
-                        for name in modules
-                        if name not in called
-                    ]
-                )
+            for module, forward in forwards.values():
+                undo.enter_context(regions.patched(module, forward))
             yield
 
 

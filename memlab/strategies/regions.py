@@ -40,9 +40,14 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 def chosen(model: nn.Module, patterns: str | Sequence[str]) -> dict[str, nn.Module]:
     """The modules that the patterns name, each once. Raises MemlabError where there are none, or one within another."""
     names = named_modules(model)
-    if patterns == AUTO:
-        return _repeated(names)
     root = next(iter(names))
+    if patterns == AUTO:
+        if blocks := _repeated(names):
+            return blocks
+        raise MemlabError(
+            f"no repeated blocks found in {root} (two or more of one class, with layers inside, in a ModuleList or "
+            f"Sequential): {_instead(names)}"
+        )
     found: dict[int, str] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         rule = re.compile(regex(pattern))
@@ -83,11 +88,6 @@ def _repeated(names: dict[str, nn.Module]) -> dict[str, nn.Module]:
             if child is not None and kinds[type(child)] > 1 and id(child) not in taken:
                 found[key if name == root else f"{name}.{key}"] = child
                 taken |= {id(module) for module in child.modules()}
-    if not found:
-        raise MemlabError(
-            f"no repeated blocks found in {root} (two or more of one class, with layers inside, in a ModuleList or "
-            f"Sequential): {_instead(names)}"
-        )
     return found
 
 
@@ -108,16 +108,17 @@ def _has_children(module: nn.Module | None) -> bool:
 # ----------------------------------------------------------------------------------------------------------- segments
 
 
-def segments(model: nn.Module, patterns: str | Sequence[str], count: int) -> tuple[nn.Sequential, list[range]]:
+def segments(model: nn.Module, patterns: str | Sequence[str], count: int) -> tuple[str, nn.Sequential, list[range]]:
     """The Sequential whose consecutive children the patterns name, and those children in `count` near-equal groups."""
     names = named_modules(model)
     root = next(iter(names))
     if patterns == AUTO:
-        container, places = _longest_sequential(names), None
+        blocks = _repeated(names)
+        container, places = _parent(names, blocks) if blocks else (_longest_sequential(names), None)
     else:
         container, places = _parent(names, chosen(model, patterns))
+    name = next(name for name, module in names.items() if module is container)
     if type(container).forward is not nn.Sequential.forward:
-        name = next(name for name, module in names.items() if module is container)
         raise MemlabError(
             f"{name} is a {type(container).__name__}, whose loop over its children is in its or your own code: "
             "segments= needs a plain nn.Sequential; checkpoint single blocks instead"
@@ -126,7 +127,7 @@ def segments(model: nn.Module, patterns: str | Sequence[str], count: int) -> tup
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= len(places):
         raise MemlabError(f"{root} has {len(places)} blocks: give 1 to {len(places)} segments, not {count!r}")
     bounds = itertools.accumulate(near_equal(len(places), count), initial=places.start)
-    return container, [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+    return name, container, [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def _longest_sequential(names: dict[str, nn.Module]) -> Any:
@@ -151,7 +152,10 @@ def _parent(names: dict[str, nn.Module], modules: dict[str, nn.Module]) -> tuple
             if places != list(range(places[0], places[-1] + 1)):
                 raise MemlabError(f"{', '.join(modules)} are not consecutive, and a segment runs from one to the next")
             return container, range(places[0], places[-1] + 1)
-    raise MemlabError(f"segments= needs children of one nn.Sequential, and {', '.join(modules)} are not")
+    raise MemlabError(
+        f"segments= needs children of one nn.Sequential, and {', '.join(modules)} are not: name those of one, "
+        'e.g. Checkpoint("layer1.*", segments=2)'
+    )
 
 
 # ------------------------------------------------------------------------------------------------- checkpointed forward
@@ -174,7 +178,13 @@ def checkpointed(module: nn.Module, name: str, options: dict[str, Any], called: 
     return run
 
 
-def checkpointed_segments(container: nn.Sequential, groups: list[range], options: dict[str, Any]) -> Forward:
+def checkpointed_segments(
+    container: nn.Sequential,
+    name: str,
+    groups: list[range],
+    options: dict[str, Any],
+    called: Callable[[str], object],
+) -> Forward:
     """A Sequential's forward with each group of children as one checkpointed region, the others as they are."""
 
     def children(places: range, value: Any) -> Any:
@@ -187,6 +197,7 @@ def checkpointed_segments(container: nn.Sequential, groups: list[range], options
             return children(group, value)
 
     def run(input: Any) -> Any:
+        called(name)
         input = children(range(groups[0].start), input)
         for group in groups:
             input = checkpoint(in_region, group, input, use_reentrant=False, **options)

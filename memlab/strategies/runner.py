@@ -64,8 +64,8 @@ class Runner:
 
     def not_numbers(self) -> list[int]:
         """The micro-batches (from 1) of the last run whose loss is NaN: perhaps one without loss terms."""
-        parts = self.micro_batches or [None]
-        run = [number for number, part in enumerate(parts, start=1) if part is None or part.share > 0]
+        parts = self.micro_batches
+        run = [1] if parts is None else [number for number, part in enumerate(parts, start=1) if part.share > 0]
         return [number for number, loss in zip(run, self.losses, strict=True) if bool(loss.isnan().any())]
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Runner:
         value = loss.detach()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return value
 
     def _update(self, catch: Catch | None) -> None:

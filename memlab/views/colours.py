@@ -21,3 +21,4 @@ COLOURS = {
     "other": "#717581",
 }
 HATCHES = {"checkpoint inputs": "////", "weight copies": "////", "workspace": "....", "other": "xxxx"}
+TOO_SMALL = 0.002  # of the peak: cannot be seen, and is not in a legend

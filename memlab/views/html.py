@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from ..trace import Trace
 from ..units import format_bytes
-from .colours import COLOURS, HATCHES
+from .colours import COLOURS, HATCHES, TOO_SMALL
 from .table import HEADS, cells, footnotes, unit
 from .words import explain_comparison, explain_trace, figure_summary, operator_name, pass_name, percent
 
 if TYPE_CHECKING:
     from ..compare import Comparison, Row
 
-_CELL = "padding:.15em .7em;text-align:right;white-space:nowrap"
-_FIRST = "padding:.15em .7em .15em 0;text-align:left"
+_CELL = "padding:.15em .6em;text-align:right;white-space:nowrap"
+_FIRST = "padding:.15em .6em .15em 0;text-align:left;min-width:13em"
 _SMALL = "font-size:90%;opacity:.8"
 
 # -- a notebook's cell -------------------------------------------------------------------------------------------------
@@ -60,14 +60,23 @@ def comparison_html(comparison: Comparison) -> str:
 
 def _categories(trace: Trace) -> str:
     """What is alive at the peak, as a table with a bar for each category."""
-    rows = "".join(
-        f'<tr><td style="{_FIRST}">{category}</td><td style="{_CELL}">{format_bytes(nbytes)}</td>'
-        f'<td style="{_CELL}">{percent(nbytes, trace.peak_bytes)}</td>'
-        f'<td style="{_FIRST}">{_bar({category: nbytes}, trace.peak_bytes)}</td></tr>'
+    whole = trace.peak_bytes
+    rows = [
+        _row("td", category, format_bytes(nbytes), percent(nbytes, whole), _bar({category: nbytes}, whole))
         for category, nbytes in trace.by_category().items()
-    )
-    heads = f'<th style="{_FIRST}">alive at the peak</th><th style="{_CELL}">bytes</th><th style="{_CELL}">share</th>'
-    return f'<table style="border-collapse:collapse"><tr>{heads}<th></th></tr>{rows}</table>'
+    ]
+    return _lines([_row("th", "alive at the peak", "bytes", "share", ""), *rows])
+
+
+def _lines(rows: Iterable[str]) -> str:
+    return f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
+
+
+def _row(tag: str, first: str, *others: str) -> str:
+    """A row of a table, its first cell to the left; cells are HTML already."""
+    style = _CELL if tag == "td" else _CELL.replace("nowrap", "normal")
+    cells = "".join(f'<{tag} style="{style}">{other}</{tag}>' for other in others)
+    return f'<tr><{tag} style="{_FIRST}">{first}</{tag}>{cells}</tr>'
 
 
 def _bar(alive: dict[str, int], whole: int) -> str:
@@ -78,7 +87,7 @@ def _bar(alive: dict[str, int], whole: int) -> str:
         for category in COLOURS
         if category in alive
     )
-    return f'<div style="display:flex;width:14em;height:.9em">{parts}</div>'
+    return f'<div style="display:flex;width:12em;height:.9em">{parts}</div>'
 
 
 def _paint(category: str) -> str:
@@ -91,26 +100,24 @@ def _paint(category: str) -> str:
 def _table(comparison: Comparison) -> str:
     """One row per strategy: the figures of `table.cells`, with a bar after the peak."""
     name, _ = unit(comparison)
-    heads = [f"{head} {name}" if head in ("peak", "saved") else head for head in HEADS]
-    marks, _ = footnotes(comparison)
+    peak, *heads = (f"{head} {name}" if head in ("peak", "saved") else head for head in HEADS)
+    rows = [_row("th", "strategy", peak, "", *heads)]
     longest = max((row.peak_bytes or 0 for row in comparison.rows), default=0)
-    columns = "".join(f'<th style="{_CELL}">{head}</th>' for head in heads[1:])
-    lines = [f'<tr><th style="{_FIRST}">strategy</th><th style="{_CELL}">{heads[0]}</th><th></th>{columns}</tr>']
+    marks, _ = footnotes(comparison)
     for row, mark, (peak, *others) in zip(comparison.rows, marks, cells(comparison), strict=True):
         label = escape(row.label) + (f" <sup>{mark}</sup>" if mark else "")
         bar = _bar(row.trace.by_category(), longest) if row.trace is not None else ""
-        rest = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in others)
-        lines.append(
-            f'<tr><td style="{_FIRST}">{label}</td><td style="{_CELL}">{peak}</td><td style="{_FIRST}">{bar}</td>{rest}</tr>'
-        )
-    return f'<table style="border-collapse:collapse">{"".join(lines)}</table>'
+        rows.append(_row("td", label, peak, bar, *others))
+    return _lines(rows)
 
 
 def _legend(comparison: Comparison) -> str:
-    alive = {category for row in comparison.rows if row.trace is not None for category in row.trace.by_category()}
+    traces = [row.trace for row in comparison.rows if row.trace is not None]
+    least = TOO_SMALL * max((trace.peak_bytes for trace in traces), default=0)
+    seen = {category for trace in traces for category, nbytes in trace.by_category().items() if nbytes >= least}
     swatch = "display:inline-block;width:.9em;height:.9em;margin:0 .3em 0 .9em;vertical-align:-.1em;background:"
-    entries = (f'<span style="{swatch}{_paint(c)}"></span>{c}' for c in COLOURS if c in alive)
-    return f'<div style="{_SMALL}">at the peak:{" ".join(entries)}</div>' if alive else ""
+    entries = (f'<span style="{swatch}{_paint(c)}"></span>{c}' for c in COLOURS if c in seen)
+    return f'<div style="{_SMALL}">at the peak:{" ".join(entries)}</div>'
 
 
 def _footnotes(comparison: Comparison) -> str:
@@ -188,20 +195,14 @@ def _provenance(comparison: Comparison) -> str:
 
 def _details(row: Row) -> str:
     """One strategy: what is alive at its peak, the highest point of each phase, and its own explanation."""
-    if row.trace is None:
-        return (
-            f"<details><summary>{escape(row.label)}: could not run</summary><p>{escape(row.error or '')}</p></details>"
-        )
-    trace = row.trace
-    phases = "".join(
-        f'<tr><td style="{_FIRST}">{phase}</td><td style="{_CELL}">{format_bytes(nbytes)}</td></tr>'
-        for phase, nbytes in trace.by_phase().items()
-    )
-    heads = f'<tr><th style="{_FIRST}">phase</th><th style="{_CELL}">highest</th></tr>'
-    summary = f"{escape(row.label)}: {format_bytes(trace.peak_bytes)} in {pass_name(trace.peak.place)}"
+    trace, label = row.trace, escape(row.label)
+    if trace is None:
+        return f"<details><summary>{label}: could not run</summary><p>{escape(row.error or '')}</p></details>"
+    summary = f"{label}: {format_bytes(trace.peak_bytes)} in {pass_name(trace.peak.place)}"
+    phases = [_row("td", phase, format_bytes(nbytes)) for phase, nbytes in trace.by_phase().items()]
     return (
         f'<details><summary>{summary}</summary><div class="two"><div>{_categories(trace)}</div>'
-        f'<table style="border-collapse:collapse">{heads}{phases}</table></div>'
+        f"<div>{_lines([_row('th', 'phase', 'highest'), *phases])}</div></div>"
         f"{_sentences(explain_trace(trace).splitlines())}</details>"
     )
 
@@ -209,8 +210,11 @@ def _details(row: Row) -> str:
 def _absent(comparison: Comparison) -> list[str]:
     """What the traces cannot see, each once."""
     traces = [row.trace for row in comparison.rows if row.trace is not None]
-    return list(dict.fromkeys(sentence for trace in traces for sentence in trace.absent)) or ["Nothing is missing."]
+    return list(dict.fromkeys(sentence for trace in traces for sentence in trace.absent)) or [
+        "Nothing that the traces know of."
+    ]
 
 
 def _sentences(lines: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(line.removeprefix("- "))}</li>' for line in lines)}</ul>"
+    items = (f"<li>{escape(line.removeprefix('- '))}</li>" for line in lines)
+    return f"<ul>{''.join(items)}</ul>"

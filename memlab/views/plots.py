@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from ..errors import MemlabError
 from ..trace import Place, Trace
 from ..units import format_bytes
-from .colours import COLOURS, HATCHES
+from .colours import COLOURS, HATCHES, TOO_SMALL
 from .words import figure_summary, percent, unit_for
 
 try:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top in pixels
 _COLUMNS = 2000  # steps of a timeline; more than a figure has pixels
-_TOO_SMALL = 0.002  # of the peak: not to be seen, and not in the legend
-_CHARACTER = 6.4  # pixels of one at font size 9
+_CHARACTER = 6.5  # pixels of one at font size 9
+_LABEL = 30  # characters of a label before it is broken
 _SHADES = ("#ffffff", "#f1f1f1")  # behind neighbouring phases
 _RECOMPUTE = "#d2d2d2"
 _GREY = "#94a4a2"
@@ -89,7 +90,7 @@ def plot_trace(trace: Trace, *, ax: Axes | None = None, figsize: tuple[float, fl
     ax.set_title(f"{trace.strategy} ({trace.source})", loc="left", fontsize=11, pad=20, parse_math=False)
     _shade_phases(ax, trace)
     _mark_peak(ax, trace, edges, bottom, unit)
-    seen = [category for category, nbytes in stacks.items() if nbytes.max() >= _TOO_SMALL * trace.peak_bytes]
+    seen = [category for category, nbytes in stacks.items() if nbytes.max() >= TOO_SMALL * trace.peak_bytes]
     _trace_legend(ax, trace, seen)
     return ax.figure
 
@@ -135,9 +136,9 @@ def _shade_phases(ax: Axes, trace: Trace) -> None:
         ax.axvspan(first, end, color=_SHADES[number % 2], zorder=0, linewidth=0)
         left, right = first * pixels, min(end * pixels, free)
         if number == len(passes) - 1:
-            left = min(left, width - len(name) * _CHARACTER)
+            left = min(left, width - (len(name) + 1) * _CHARACTER)
         short = name.replace("forward", "fwd").replace("backward", "bwd")
-        shown = next((text for text in (name, short) if len(text) * _CHARACTER <= right - left), None)
+        shown = next((text for text in (name, short) if (len(text) + 1) * _CHARACTER <= right - left), None)
         if shown is not None:
             x = (left + right) / 2 / pixels
             ax.text(x, 1.015, shown, transform=ax.get_xaxis_transform(), ha="center", va="bottom", fontsize=9)
@@ -240,7 +241,7 @@ def _draw_bars(ax: Axes, rows: tuple[Row, ...], name: str, unit: int, numbered: 
             for category, nbytes in sorted(row.trace.by_category().items(), key=lambda item: _ORDER.index(item[0])):
                 ax.barh(number, nbytes / unit, left=end, height=0.66, linewidth=0, **_look(category))
                 end += nbytes / unit
-                if nbytes >= _TOO_SMALL * plain:
+                if nbytes >= TOO_SMALL * plain:
                     seen.add(category)
             text = f" {format_bytes(row.trace.peak_bytes)}, {percent(row.trace.peak_bytes, plain)}"
             text += ", not the same model" if row.equivalent is False else ""
@@ -276,7 +277,8 @@ def _settle(ax: Axes) -> None:
 
 def _broken(label: str) -> str:
     """A long label in two lines or more, broken where techniques are added."""
-    return label.replace(" + ", "\n+ ") if len(label) > 30 else label
+    parts = label.replace(" + ", "\n+ ").split("\n") if len(label) > _LABEL else [label]
+    return "\n".join(textwrap.fill(part, _LABEL, break_on_hyphens=False) for part in parts)
 
 
 def _draw_scatter(ax: Axes, rows: tuple[Row, ...], name: str, unit: int) -> None:
@@ -295,8 +297,8 @@ def _draw_scatter(ax: Axes, rows: tuple[Row, ...], name: str, unit: int) -> None
         ax.plot([x], [y], "o", markersize=6, color=colour, fillstyle="none" if number in other else "full", zorder=2)
     ax.set_ylim(0, 1.12 * max(y for _, _, y in points))
     ax.margins(x=0.12)
-    ax.set_xlabel("time of a step, to the plain step's (left is faster)")
-    ax.set_ylabel(f"{name} at the peak (down is smaller)")
+    ax.set_xlabel("time of a step (the plain step's: 1)")
+    ax.set_ylabel(f"{name} at the peak")
     ax.spines[["top", "right"]].set_visible(False)
     _number_points(ax, points)
 
@@ -313,11 +315,12 @@ def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _number_points(ax: Axes, points: list[tuple[int, float, float]]) -> None:
     """Write each point's number beside it, where nothing is yet."""
     _settle(ax)
+    points_per_pixel = 72 / ax.figure.dpi
     at = [ax.transData.transform((x, y)) for _, x, y in points]
     frame = ax.get_window_extent()
     taken: list[Box] = [(x - 4, y - 4, x + 4, y + 4) for x, y in at]
-    for (number, *_), (x, y) in zip(points, at, strict=True):
-        wide, high = len(str(number)) * _CHARACTER + 1, 11.0
+    for (number, time, peak), (x, y) in zip(points, at, strict=True):
+        wide, high = len(str(number)) * (_CHARACTER + 2), 14.0  # of bold digits
         for distance, turn in itertools.product((10, 18, 28, 40), range(12)):
             angle = np.pi * (1 / 4 + turn / 6)  # from above right on
             middle = x + (distance + wide / 4) * np.cos(angle), y + distance * np.sin(angle)
@@ -328,10 +331,9 @@ def _number_points(ax: Axes, points: list[tuple[int, float, float]]) -> None:
         taken.append(box)
         ax.annotate(
             f"{number}",
-            (x, y),
-            middle,
-            xycoords="figure pixels",
-            textcoords="figure pixels",
+            (time, peak),
+            ((middle[0] - x) * points_per_pixel, (middle[1] - y) * points_per_pixel),
+            textcoords="offset points",  # not pixels: a figure may be saved with more of them
             ha="center",
             va="center",
             fontsize=9,

@@ -53,8 +53,9 @@ def listed(items: Iterable[str], last: str = "and") -> str:
 
 def unit_for(nbytes: int) -> tuple[str, int]:
     """The unit to write a column or an axis in that reaches to `nbytes`: its name and its bytes."""
-    name, unit = next(((n, u) for n, u in (("GiB", GiB), ("MiB", MiB)) if nbytes >= 8 * u), ("KiB", KiB))
-    return ("MiB", MiB) if MiB <= nbytes < 8 * GiB else (name, unit)
+    if nbytes >= 8 * GiB:
+        return "GiB", GiB
+    return ("MiB", MiB) if nbytes >= MiB else ("KiB", KiB)
 
 
 def figure_summary(value: Trace | Comparison) -> str:
@@ -249,18 +250,22 @@ def _lowest(measured: Measured) -> Iterator[str]:
     best = min(trace.peak_bytes for _, trace in measured)
     no_lower = [row.label for row, trace in measured[1:] if trace.peak_bytes >= plain * (1 - _NEAR)]
     if no_lower:
-        yield f"No lower, by 2 % at least, than the plain step: {listed(no_lower)}."
+        yield f"Lower the peak by less than 2 %: {listed(no_lower)}."
     if best >= plain * (1 - _NEAR):
         return
     near = [(row, trace) for row, trace in measured if trace.peak_bytes <= best * (1 + _NEAR)]
-    row, trace = min(near, key=lambda item: len(item[0].strategy.parts))
+    row, trace = min(near, key=lambda item: (item[0].equivalent is False, len(item[0].strategy.parts)))
     yield f"Lowest: {_result(row, trace, plain)}"
     if len(near) > 1:
-        others = listed(other.label for other, _ in near if other is not row)
-        yield f"Within 2 % of that: {others}."
+        yield f"Within 2 % of that: {listed(other.label for other, _ in near if other is not row)}."
     single = [(row, trace) for row, trace in measured[1:] if len(row.strategy.parts) == 1]
-    if len(row.strategy.parts) > 1 and single:
-        yield f"Of the single techniques: {_result(*min(single, key=lambda item: item[1].peak_bytes), plain)}"
+    same = [(row, trace) for row, trace in measured[1:] if row.equivalent]
+    told = {row.label}
+    for which, group in (("single techniques", single), ("those that train the same model", same)):
+        row, trace = min(group, key=lambda item: item[1].peak_bytes, default=measured[0])
+        if row.label not in told and trace.peak_bytes < plain * (1 - _NEAR):
+            told.add(row.label)
+            yield f"Lowest of {which}: {_result(row, trace, plain)}"
 
 
 def _result(row: Row, trace: Trace, plain: int) -> str:
@@ -268,7 +273,8 @@ def _result(row: Row, trace: Trace, plain: int) -> str:
     prices = [(row.time_ratio, "the time"), (row.flops_ratio, "the FLOPs")]
     paid = listed(f"{format_ratio(ratio)} {of}" for ratio, of in prices if ratio is not None)
     share = f"{format_bytes(trace.peak_bytes)} ({percent(trace.peak_bytes, plain)} of the plain step's)"
-    return f"{row.label}, {share}, for {paid}." if paid else f"{row.label}, {share}."
+    other = " It does not train the same model." if row.equivalent is False else ""
+    return f"{row.label}, {share}" + (f", for {paid}." if paid else ".") + other
 
 
 def _saved_against_peak(measured: Measured) -> Iterator[str]:
