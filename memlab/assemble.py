@@ -4,11 +4,14 @@ Rule 1. Roles that the recorder gave (parameter, gradient, ...) stand. The other
         and who held it.
 Rule 2. A cast of a parameter, made in a forward pass, is a weight copy.
 Rule 3. A storage made by recomputation that is still there when backward goes on is an activation.
-Rule 4. What belongs to a parameter (its gradient, its state) counts for the parameter's module, whoever made it.
+Rule 4. What runs outside modules between a step's last backward and its optimizer (clipping, unscaling) is the
+        optimizer's.
+Rule 5. What belongs to a parameter (its gradient, its state) counts for the parameter's module, whoever made it.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +21,7 @@ import torch
 
 from . import ledger
 from .allocator import Event
-from .clock import OPTIMIZER, RECOMPUTE, Clock
+from .clock import FORWARD, OPTIMIZER, RECOMPUTE, Clock
 from .lives import Lives, by_log, joined
 from .trace import PHASES, Allocation, Operator, Place, SavedTensor, Trace
 from .tracker import Storage, Tracker
@@ -94,9 +97,17 @@ def _places(recorded: Recorded) -> list[Place]:
             step, first_pass = step + 1, passes
         if isinstance(module, int):
             source, module = clock.source_of(module), clock.module_of(module)
+        if phase == FORWARD and not module and _prepares_update(passes, first_pass, backward_ends, step_ends[step:]):
+            phase = OPTIMIZER
         micro_batch = 0 if phase == OPTIMIZER else passes - first_pass
         places.append(Place(PHASES[phase], module, function.name().partition(".")[0], micro_batch, step, source))
     return places
+
+
+def _prepares_update(passes: int, first_pass: int, backward_ends: list[int], step_ends: list[int]) -> bool:
+    """Whether the last of a step's backward passes is over and its optimizer still to come (Rule 4)."""
+    following = backward_ends[passes] if passes < len(backward_ends) else math.inf
+    return bool(step_ends) and passes > first_pass and following > step_ends[0]
 
 
 # -- roles -------------------------------------------------------------------------------------------------------------
@@ -173,7 +184,7 @@ def _saved_tensors(recorded: Recorded, roles: list[str], places: list[Place]) ->
     slots: dict[tuple[int, int], list[str]] = {}
     for saved in recorded.saved:
         entry, storage = saved.entry, saved.storage
-        place = places[min(saved.operator, len(places)) - 1] if places else Place()
+        place = places[min(saved.operator, len(places) - 1)] if places else Place()
         row = SavedTensor(
             module=saved.module,
             operator=entry.node,
@@ -215,8 +226,8 @@ def _absent(recorded: Recorded) -> Iterator[str]:
         yield "what is saved for backward: no backward pass ran here"
     if recorded.opaque:
         yield (
-            f"what in-place writes to views save ({', '.join(sorted(recorded.opaque))}): autograd lists none of it; "
-            "its bytes are counted, as temporaries"
+            f"what some operators save ({', '.join(sorted(recorded.opaque))}; CopySlices: in-place writes to views): "
+            "autograd lists none of it; its bytes are counted, as temporaries"
         )
     if recorded.device.type == "cuda":
         yield "the CUDA context and memory that libraries take outside PyTorch's allocator"

@@ -3,7 +3,8 @@
 With a `Clock` running one can ask, at any operator, in which phase of training and in which module it runs; and
 afterwards, for any node of autograd's graph, in which module it was made.
 
-Rule 1. Optimizer: between the global optimizer hooks, also inside backward (optimizer in backward).
+Rule 1. Optimizer: between the global optimizer hooks, also inside backward (optimizer in backward). What a closure runs
+        there (LBFGS), in modules and in backward, is forward and backward.
 Rule 2. Backward: while autograd's engine runs a graph task in this thread.
 Rule 3. Recompute: in backward with gradients enabled although the engine did not ask for a graph of the gradients
         (`create_graph`), or with a module's forward running that began in backward.
@@ -58,9 +59,12 @@ class Clock:
 
     def __init__(self, sources: bool = False) -> None:
         self.sources = sources
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # by the module's `id`
+        self._alive: dict[int, weakref.ref[nn.Module]] = {}
         self.roots: list[weakref.ref[nn.Module]] = []
         self.optimizing = 0
+        self._optimizer_depth = 0  # modules that were running when the optimizer began
+        self._around_backward = 0  # `optimizing` when backward was entered: by a closure
         self.create_graph = False
         self.backward_ends: list[int] = []  # operator numbers, filled by the recorder
         self.step_ends: list[int] = []
@@ -103,15 +107,23 @@ class Clock:
         kind = type(inner).__name__
         prefix = f"{kind}." if self.roots else ""
         self.roots.append(weakref.ref(root))
-        self.names.setdefault(id(root), kind)
+        self._name(root, kind)
         for name, module in inner.named_modules():
-            self.names.setdefault(id(module), prefix + clean_name(name) if name else kind)
+            self._name(module, prefix + clean_name(name) if name else kind)
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        """Keep the module's name for as long as the module lives: its `id` may be another's afterwards."""
+        key = id(module)
+        if key not in self.names:
+            self.names[key] = name
+            self._alive[key] = weakref.ref(module, lambda _: (self.names.pop(key, None), self._alive.pop(key, None)))
+        return self.names[key]
 
     def enter(self, module: nn.Module) -> None:
         name = self.names.get(id(module))
         if name is None:
             if self._stack:  # made on the fly, or hidden from its parent
-                name = self.names[id(module)] = f"{self._stack[-1]}.{type(module).__name__}"
+                name = self._name(module, f"{self._stack[-1]}.{type(module).__name__}")
             else:
                 self.adopt(module)
                 if self.on_new_root is not None:
@@ -147,6 +159,7 @@ class Clock:
 
     def _optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.optimizing += 1
+        self._optimizer_depth = len(self._stack)
         if self.before_optimizer is not None:
             self.before_optimizer(optimizer)
 
@@ -158,16 +171,18 @@ class Clock:
     def backward_begins(self, create_graph: bool) -> None:
         self.create_graph = create_graph
         self._backward_depth = len(self._stack)
+        self._around_backward, self.optimizing = self.optimizing, 0
 
     def backward_over(self) -> None:
         """Also after an error in the middle, when modules that were being recomputed never left."""
         self.create_graph = False
+        self.optimizing = self._around_backward
         del self._stack[self._backward_depth :]
 
     def now(self) -> tuple[int, str | int, str | None]:
         """(phase, module name or sequence number of the node that runs, source line)."""
         in_backward = _graph_task() != -1
-        if self.optimizing:
+        if self.optimizing and len(self._stack) <= self._optimizer_depth:
             return OPTIMIZER, "", user_line() if self.sources else None
         if not in_backward:
             source = user_line() if self.sources else None
@@ -196,6 +211,7 @@ def clean_name(name: str) -> str:
 
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_LESSONS = os.path.join(os.path.dirname(__file__), "zoo.py")  # read like a user's own code
 
 
 def user_line() -> str | None:
@@ -203,7 +219,7 @@ def user_line() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_LIBRARIES):
+        if code.co_filename == _LESSONS or not code.co_filename.startswith(_LIBRARIES):
             return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -25,7 +25,7 @@ _PREFIX = "_raw_saved_"
 _PYTHON_SLOT = "_raw_saved_tensors"
 _HOLDER = getattr(torch_checkpoint, "_Holder", ())
 _Metadata = dict[int, tuple[tuple[int, ...], str]]  # of each dropped tensor, by its holder
-_OPAQUE = ("CopySlices",)  # nodes that hold tensors which Python cannot see
+_OPAQUE = ("CopySlices", "CppFunction")  # types of nodes that hold tensors which Python cannot see
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ def without_tensor(entry: Entry) -> Entry:
     """The same entry as a plain record: shape and type instead of the tensor."""
     if entry.tensor is None:
         return entry
-    shape, dtype = tuple(entry.tensor.shape), str(entry.tensor.dtype).removeprefix("torch.")
+    shape = (entry.tensor.size(0),) if entry.tensor.is_nested else tuple(entry.tensor.shape)
+    dtype = str(entry.tensor.dtype).removeprefix("torch.")
     return Entry(entry.node, entry.slot, entry.sequence, None, entry.state, entry.checkpoint_input, shape, dtype)
 
 
@@ -79,8 +80,8 @@ def walk(roots: Iterable[torch.Tensor]) -> Graph:
             entries += _saved_by(node, names, frames)
         elif hasattr(node, "variable"):
             leaves.append(node.variable)
-        if kind.__name__ in _OPAQUE or node.name() in _OPAQUE:
-            opaque.add(node.name())
+        if kind.__name__ in _OPAQUE:
+            opaque.add(node.name().rpartition("::")[2])
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -103,8 +104,8 @@ def _saved_by(node: Node, names: list[str], frames: dict[int, _Metadata]) -> Ite
         for index, item in enumerate(raw if several else [raw]):
             yield from _entry(name, f"{slot}[{index}]" if several else slot, sequence, item, frames)
     for attribute, value in getattr(node, "__dict__", {}).items():  # tensors a Python function put on its ctx
-        if isinstance(value, torch.Tensor):
-            yield Entry(name, f"{name}.{attribute}", sequence, value)
+        for tensor in _tensors(value):
+            yield Entry(name, f"{name}.{attribute}", sequence, tensor)
 
 
 def _entry(node: str, slot: str, sequence: int, item: Any, frames: dict[int, _Metadata]) -> Iterator[Entry]:

@@ -138,10 +138,10 @@ def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: 
         )
         recorder.start()
         try:
-            loss = runner.run()
+            runner.run()
         finally:
             recorder.stop()
-        refuse_nan(loss)
+        refuse_nan(runner)
         notes = list(runner.notes)
         absent = [] if step.optimizer is not None else ["optimizer state: the step has no optimizer"]
         if compiled := compiled_modules(step):
@@ -169,13 +169,19 @@ def refuse(allocator: bool) -> None:
         allocator_.refuse_running_profiler()
 
 
-def refuse_nan(loss: torch.Tensor) -> None:
-    if torch.isnan(loss).any():
-        raise MemlabError(
-            "the loss is NaN, so nothing that is measured or compared here would mean anything: look for a division "
-            "by zero, a log of zero or an empty selection in the loss (torch.autograd.set_detect_anomaly(True) names "
-            "the operator), or lower the learning rate"
-        )
+def refuse_nan(runner: Runner) -> None:
+    """Raise where the last run's loss is not a number; says in which micro-batch."""
+    numbers = runner.not_numbers()
+    if not numbers:
+        return
+    where = ""
+    if runner.micro_batches is not None:
+        where = f" in micro-batch {', '.join(map(str, numbers))} of {len(runner.micro_batches)}"
+    raise MemlabError(
+        f"the loss is NaN{where}, so nothing that is measured or compared here would mean anything: look for a mean over "
+        "an empty selection, a division by zero or a log of zero in the loss (torch.autograd.set_detect_anomaly(True) "
+        "names the operator), or lower the learning rate"
+    )
 
 
 def _checked(step: TrainingStep, strategy: Strategy | None) -> Strategy:

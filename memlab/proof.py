@@ -193,12 +193,12 @@ def run_once(stage: Stage, strategy: Strategy, *, mean: bool = False) -> Outcome
     flops, precision = FlopCounter(), _LowestPrecision()
     with stage.applied(strategy) as runner, flops, precision, _Means() if mean else contextlib.nullcontext():
         before = _random_states(step.device)
-        loss = runner.run(catch=catch)
+        runner.run(catch=catch)
         drew = any(not torch.equal(a, b) for a, b in zip(before, _random_states(step.device), strict=True))
-        refuse_nan(loss)
+        refuse_nan(runner)
         root = unwrapped(step.model)
         return Outcome(
-            loss=float(loss),
+            loss=float(runner.loss),
             gradients={name: gradients.get(name) for name in names.values()},
             parameters={name: _host(parameter) for name, parameter in step.named_parameters()},
             buffers={clean_name(name): _host(buffer) for name, buffer in root.named_buffers()},

@@ -81,9 +81,10 @@ class record:  # a lower-case class: used like a function, as torch.no_grad is
     def __enter__(self) -> Trace:
         if self._recorder is not None:
             raise MemlabError("this record() is already recording: make a new one for the inner block")
-        self._recorder = self._make()
+        recorder = self._make()
+        recorder.start()
+        self._recorder = recorder
         self._trace = object.__new__(_Unfinished)
-        self._recorder.start()
         return self._trace
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -192,7 +193,13 @@ class Recorder:
 
     def _stop_listening(self) -> None:
         assert self._listener is not None
-        self._events = self._listener.stop()
+        events = self._listener.stop()
+        if sum(event.nbytes == 0 for event in events) != len(self.tracker.mark_of):
+            raise MemlabError(
+                "a profiler was started while memlab listened to the allocator, and took the allocator's events away: "
+                "leave it out, or pass allocator=False"
+            )
+        self._events = events
 
     def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -207,9 +214,7 @@ class Recorder:
             self.clock.adopt(model)
             self._new_root(model)
         if optimizer is not None:
-            self._optimizer_ends(optimizer)
-            self._backward_since_step = False
-            self.clock.step_ends.clear()
+            self._find_state(optimizer)
         for index, tensor in enumerate(nest.tensors(batch)):
             self._give(tensor, "batch", f"batch[{index}]", "")
 
@@ -225,7 +230,9 @@ class Recorder:
                     self._give(buffer, "buffers", prefix + name, owner)
 
     def _parameter(self, parameter: torch.Tensor, name: str = "", owner: str = "") -> None:
-        if id(parameter) not in self._parameters and not isinstance(parameter, nn.UninitializedParameter):
+        known = self._parameters.get(id(parameter))
+        new = known is None or known[0]() is not parameter  # ids are used again
+        if new and not isinstance(parameter, nn.UninitializedParameter):
             self._parameters[id(parameter)] = weakref.ref(parameter), name, owner
             self._give(parameter, "parameters", name, owner)
             if parameter.grad is not None:
@@ -288,20 +295,19 @@ class Recorder:
         self._entered += 1
 
     def _optimizer_begins(self, optimizer: Any) -> None:
-        keys = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._parameter(parameter)
-                keys.append(id(parameter))
-        self._find_gradients(keys)
+        self._find_state(optimizer)
+        self._find_gradients([id(p) for group in optimizer.param_groups for p in group["params"]])
 
-    def _optimizer_ends(self, optimizer: Any) -> None:
+    def _find_state(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._parameter(parameter)
                 _, name, owner = self._parameters[id(parameter)]
                 for tensor in nest.tensors(optimizer.state.get(parameter)):
                     self._give(tensor, "optimizer state", name, owner)
+
+    def _optimizer_ends(self, optimizer: Any) -> None:
+        self._find_state(optimizer)
         if torch._C._current_graph_task_id() != -1:
             self._stepped_in_backward = True
         else:

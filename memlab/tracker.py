@@ -93,7 +93,7 @@ class Tracker(LightMode):
             return out
         number = len(self.operators)
         before = len(self.storages)
-        if type(out) is torch.Tensor and out.layout is torch.strided:
+        if type(out) is torch.Tensor and out.layout is torch.strided and not out.is_nested:
             storage = out.untyped_storage()
             if storage._cdata not in self._known:
                 self._meet(storage, out, number)
@@ -141,7 +141,9 @@ class Tracker(LightMode):
         for part in parts(tensor):
             storage = part.untyped_storage()
             known = self._known.get(storage._cdata)
-            found.append(self._meet(storage, part, number) if known is None else known[1])
+            record = self._meet(storage, part, number) if known is None else known[1]
+            if record not in found:
+                found.append(record)
         return found
 
     def meet_outside(self, tensor: torch.Tensor) -> list[Storage]:
@@ -251,6 +253,8 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             names, _ = tensor.__tensor_flatten__()
             for name in names:
                 yield from parts(getattr(tensor, name))
+        elif tensor.is_nested:
+            yield from tensor.detach().unbind()
         else:
             yield tensor
     elif layout == torch.sparse_coo:

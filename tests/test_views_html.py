@@ -10,7 +10,7 @@ from views_samples import EMPTY, EVIL, EVIL_ROWS, FAILED, IN_BACKWARD, IN_OPTIMI
 from memlab import Checkpoint, Comparison
 from memlab.units import MiB, format_bytes
 from memlab.views.html import comparison_html, comparison_page, trace_html
-from memlab.views.words import figure_summary
+from memlab.views.words import comparison_sentences, figure_summary, trace_sentences
 
 VOID = {"meta", "img", "br"}
 ROWS = comparison(
@@ -109,10 +109,10 @@ def test_cells_take_the_colours_of_their_surroundings():
 def test_a_page_holds_all_that_was_found():
     page = comparison_page(ROWS)
     words = Reader(page).words
-    for sentence in (*ROWS.explain().splitlines(), "How to read it", "could not run"):
+    for sentence in (*comparison_sentences(ROWS), "How to read it", "could not run"):
         assert sentence.removeprefix("- ") in words
     for its in (IN_BACKWARD, IN_OPTIMIZER):
-        for sentence in its.explain().splitlines():
+        for sentence in trace_sentences(its):
             assert sentence.removeprefix("- ") in words
     (image,) = [attributes for tag, attributes in Reader(page).tags if tag == "img"]
     assert image["src"].startswith("data:image/png;base64,iVBOR")

@@ -6,12 +6,26 @@ import re
 import pytest
 from views_samples import EMPTY, FAILED, IN_BACKWARD, IN_OPTIMIZER, comparison, every_trace, measured, row, trace
 
-from memlab import Baseline, Checkpoint, Comparison, LowPrecision, MicroBatch, MixedPrecision, OptimizerInBackward
+from memlab import (
+    Baseline,
+    Checkpoint,
+    Comparison,
+    LowPrecision,
+    MicroBatch,
+    MixedPrecision,
+    OptimizerInBackward,
+    Trace,
+)
 from memlab.units import MiB, format_bytes
 from memlab.views.table import comparison_frame, comparison_text
-from memlab.views.words import describe_trace, explain_comparison, explain_trace, figure_summary, unit_for
+from memlab.views.words import comparison_sentences, describe_trace, figure_summary, trace_sentences, unit_for
 
 CHECKPOINT, MICRO = Checkpoint("blocks.*"), MicroBatch(count=4)
+
+
+def sentences(value):
+    """The explanation, a line for each sentence."""
+    return "\n".join((trace_sentences if isinstance(value, Trace) else comparison_sentences)(value))
 
 
 def line_of(text, start):
@@ -45,7 +59,7 @@ def test_tensors_alone_are_told_where_they_peak_otherwise():
 
 
 def test_a_peak_in_the_optimizer_step_is_not_moved_by_checkpointing():
-    text = explain_trace(IN_OPTIMIZER)
+    text = sentences(IN_OPTIMIZER)
     assert "30.0 MiB, is in the optimizer step" in text
     for technique in ("- Checkpoint", "- MicroBatch"):
         assert "cannot move it. The peak is in the optimizer step" in line_of(text, technique)
@@ -55,7 +69,7 @@ def test_a_peak_in_the_optimizer_step_is_not_moved_by_checkpointing():
 
 
 def test_a_peak_of_activations_is_bounded_by_what_would_remain():
-    text = explain_trace(IN_BACKWARD)
+    text = sentences(IN_BACKWARD)
     assert "The next highest is the forward pass, with 60.0 MiB." in text
     assert "50.0 MiB (77 %)" in line_of(text, "- Checkpoint")
     assert "would be 15.0 MiB, in the backward pass" in line_of(text, "- Checkpoint")
@@ -66,14 +80,14 @@ def test_a_peak_of_activations_is_bounded_by_what_would_remain():
 
 def test_a_second_peak_as_high_stops_a_technique():
     twice = trace((10, "parameters", 0, 3), (20, "activations", 1, 1), (20, "temporaries", 3, 3))
-    assert "cannot move it. The optimizer step is as high without them" in line_of(explain_trace(twice), "- Checkpoint")
+    assert "cannot move it. The optimizer step is as high without them" in line_of(sentences(twice), "- Checkpoint")
 
 
 @pytest.mark.parametrize("strategy", [CHECKPOINT, MicroBatch(count=2), OptimizerInBackward()], ids=str)
 def test_the_bounds_hold_against_what_techniques_really_do(strategy):
     """The bound from the plain step's trace is no more than what a technique leaves of the peak."""
     plain = measured()
-    line = line_of(explain_trace(plain), f"- {type(strategy).__name__}")
+    line = line_of(sentences(plain), f"- {type(strategy).__name__}")
     if "cannot move it" in line:
         assert measured(strategy).peak_bytes >= plain.peak_bytes
     else:
@@ -82,8 +96,15 @@ def test_the_bounds_hold_against_what_techniques_really_do(strategy):
         assert measured(strategy).peak_bytes >= floor * 0.995  # three digits were printed
 
 
+def test_explanations_are_sentences_in_lines_that_a_notebook_does_not_break():
+    for value in (*every_trace(), ROWS):
+        text = value.explain()
+        assert " ".join(text.split()) == " ".join(sentences(value).split())
+        assert max(map(len, text.splitlines())) <= 100
+
+
 def test_an_empty_trace_says_so():
-    assert "Nothing" in explain_trace(EMPTY)
+    assert "Nothing" in sentences(EMPTY)
     assert "no operator ran" in describe_trace(EMPTY)
 
 
@@ -104,7 +125,7 @@ def test_units(nbytes, name):
 
 def test_saved_bytes_and_the_peak_are_told_apart():
     checkpointed = trace((10, "parameters", 0, 3), (25, "temporaries", 2, 2), (5, "activations", 1, 2), saved=5)
-    text = explain_comparison(comparison(row(CHECKPOINT, checkpointed)))
+    text = sentences(comparison(row(CHECKPOINT, checkpointed)))
     line = line_of(text, "checkpoint blocks.*: ")
     assert "saved bytes fell 90 %, the peak 38 %" in line
     assert "in the backward pass: temporaries 62 %, parameters 25 %, activations 12 %" in line
@@ -112,14 +133,14 @@ def test_saved_bytes_and_the_peak_are_told_apart():
 
 def test_a_plain_peak_in_the_optimizer_step_is_told_first():
     plain = row(Baseline(), IN_OPTIMIZER)
-    text = explain_comparison(Comparison((plain, row(CHECKPOINT, IN_OPTIMIZER))))
+    text = sentences(Comparison((plain, row(CHECKPOINT, IN_OPTIMIZER))))
     assert "The peak is in the optimizer step: checkpointing and micro-batches cannot move it." in text
     assert line_of(text, "Lower the peak by less than 2 %").endswith("checkpoint blocks.*.")
     assert "Lowest" not in text
 
 
 def test_the_lowest_is_named_with_its_price():
-    text = explain_comparison(
+    text = sentences(
         comparison(
             row(CHECKPOINT, IN_OPTIMIZER, time_ratio=1.26, flops_ratio=1.25),
             row(MICRO, trace((45, "activations", 1, 2)), time_ratio=1.03),
@@ -132,7 +153,7 @@ def test_the_lowest_is_named_with_its_price():
 
 
 def test_the_lowest_that_trains_the_same_model_is_named_too():
-    text = explain_comparison(
+    text = sentences(
         comparison(
             row(MICRO, trace((20, "activations", 1, 2)), equivalent=False, notes=("bn: BatchNorm saw parts",)),
             row(CHECKPOINT, trace((40, "activations", 1, 2))),
@@ -145,15 +166,15 @@ def test_the_lowest_that_trains_the_same_model_is_named_too():
 
 @pytest.mark.parametrize(("both", "says"), [(29.9, "no better than"), (35, "worse than"), (20, None)])
 def test_sums_are_held_against_their_parts(both, says):
-    text = explain_comparison(
+    text = sentences(
         comparison(
             row(CHECKPOINT, trace((30, "temporaries", 2, 2))),
             row(MICRO, trace((40, "temporaries", 2, 2))),
             row(CHECKPOINT + MICRO, trace((both, "temporaries", 2, 2))),
         )
     )
-    sentences = [line for line in text.splitlines() if line.startswith("checkpoint blocks.* + 4 micro-batches is")]
-    assert [f"{says} checkpoint blocks.*:" in line for line in sentences] == ([True] if says else [])
+    found = [line for line in text.splitlines() if line.startswith("checkpoint blocks.* + 4 micro-batches is")]
+    assert [f"{says} checkpoint blocks.*:" in line for line in found] == ([True] if says else [])
     # 35 and 25 MiB one by one, of 65 MiB.
     assert f"60.0 MiB one by one, {format_bytes(int((65 - both) * MiB))} together" in line_of(
         text, "Savings do not add"
@@ -161,14 +182,14 @@ def test_sums_are_held_against_their_parts(both, says):
 
 
 def test_errors_and_missing_proofs_are_told():
-    text = explain_comparison(comparison(FAILED, row(CHECKPOINT, IN_OPTIMIZER, equivalent=None, proof="none")))
+    text = sentences(comparison(FAILED, row(CHECKPOINT, IN_OPTIMIZER, equivalent=None, proof="none")))
     assert "999 micro-batches could not run: 999 micro-batches asked, but the batch holds 32." in text
     assert "Not proven to train the same model: checkpoint blocks.*." in text
     assert "train the same model as" not in text
 
 
 def test_rounding_is_read_by_that_of_the_plain_step():
-    text = explain_comparison(
+    text = sentences(
         comparison(
             row(CHECKPOINT, IN_OPTIMIZER, gradient_error=2e-7),
             row(MixedPrecision("bf16"), IN_OPTIMIZER, gradient_error=6e-3),
@@ -182,14 +203,14 @@ def test_rounding_is_read_by_that_of_the_plain_step():
 def test_a_difference_without_a_note_is_told_in_numbers():
     buffers = row(CHECKPOINT, IN_OPTIMIZER, equivalent=False, buffer_differences=("bn.running_mean",))
     gradients = row(MICRO, IN_OPTIMIZER, equivalent=False, gradient_difference=0.11)
-    text = explain_comparison(comparison(buffers, gradients))
+    text = sentences(comparison(buffers, gradients))
     assert "buffers end differently: bn.running_mean." in text
     assert "gradients differ by 0.11, relative." in text
 
 
 def test_a_plain_step_alone_and_nothing_at_all():
-    assert "65.0 MiB" in explain_comparison(comparison())
-    assert explain_comparison(Comparison(())) == ""
+    assert "65.0 MiB" in sentences(comparison())
+    assert sentences(Comparison(())) == ""
 
 
 # -- a comparison as a table -------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     strategy = Checkpoint("blocks.*") + MicroBatch(count=4) + MixedPrecision("bf16")
     with strategy.applied(step) as runner:
-        loss = runner.run()
+        runner.run()
 
 A strategy says how a step runs. `applied` changes the running step accordingly and undoes everything at its end, also
 after an exception; the user's source is never edited. `a + b` is `b + a`; `Baseline()` is the neutral element. Each

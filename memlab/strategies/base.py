@@ -76,12 +76,13 @@ class Strategy:
         return self.label()
 
     def __repr__(self) -> str:
-        """Can be evaluated; arguments at their default are left out."""
+        """Can be evaluated, where functions are in scope; arguments at their default are left out."""
         shown = []
         for item in dataclasses.fields(self):  # type: ignore[arg-type]  # every technique is a dataclass
             value = getattr(self, item.name)
             if value != item.default:
-                shown.append(f"{item.name}={value!r}" if item.kw_only else repr(value))
+                text = getattr(value, "__name__", None) or repr(value)  # a function by its name, not its address
+                shown.append(f"{item.name}={text}" if item.kw_only else text)
         return f"{type(self).__name__}({', '.join(shown)})"
 
 

@@ -72,8 +72,8 @@ class Runner:
         self._applied = False
         self.micro_batches, self.scaler, self.losses = None, None, []
 
-    def run(self, *, catch: Catch | None = None) -> torch.Tensor:
-        """One training step; returns the full batch's loss, detached.
+    def run(self, *, catch: Catch | None = None) -> None:
+        """One training step; `loss` is then the full batch's loss.
 
         `catch(parameter, gradient)` is called once for each distinct parameter that got a gradient, with the whole,
         unscaled gradient, before anything consumes it.
@@ -91,6 +91,10 @@ class Runner:
             self._clear_gradients()
         for explain in self.afterwards:
             self.notes += [note for note in explain() if note not in self.notes]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The full batch's loss in the last run, detached. Summed when asked for: an addition is no part of a step."""
         total = self.losses[0]
         for loss in self.losses[1:]:
             total = total + loss

@@ -8,6 +8,7 @@ Rule 3. Text takes the colours of its surroundings, light or dark; where styles 
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Iterable, Iterator
 from html import escape
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from ..trace import Trace
 from ..units import format_bytes
 from .colours import COLOURS, HATCHES, TOO_SMALL
 from .table import HEADS, cells, footnotes, unit
-from .words import explain_comparison, explain_trace, figure_summary, operator_name, pass_name, percent
+from .words import comparison_sentences, figure_summary, operator_name, pass_name, percent, trace_sentences
 
 if TYPE_CHECKING:
     from ..compare import Comparison, Row
@@ -105,7 +106,7 @@ def _table(comparison: Comparison) -> str:
     longest = max((row.peak_bytes or 0 for row in comparison.rows), default=0)
     marks, _ = footnotes(comparison)
     for row, mark, (peak, *others) in zip(comparison.rows, marks, cells(comparison), strict=True):
-        label = escape(row.label) + (f" <sup>{mark}</sup>" if mark else "")
+        label = escape(row.label) + (f' <sup style="white-space:nowrap">{mark}</sup>' if mark else "")
         bar = _bar(row.trace.by_category(), longest) if row.trace is not None else ""
         rows.append(_row("td", label, peak, bar, *others))
     return _lines(rows)
@@ -133,6 +134,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; 
 h1 { font-size: 1.6em; margin-bottom: 0; } h2 { font-size: 1.2em; margin-top: 2em; }
 th { font-weight: 600; } table { font-variant-numeric: tabular-nums; }
 tr + tr td { border-top: 1px solid color-mix(in srgb, currentColor 18%, transparent); }
+li:has(> ul) { list-style: none; }
 .wide { overflow-x: auto; }
 img { max-width: 100%; background: white; border-radius: 4px; }
 summary { cursor: pointer; margin: .4em 0; }
@@ -174,7 +176,7 @@ def _page(comparison: Comparison) -> Iterator[str]:
     yield f'<div class="wide">{comparison_html(comparison)}</div>'
     image = base64.b64encode(png(plot_comparison(comparison), dpi=150)).decode("ascii")
     yield f'<p><img src="data:image/png;base64,{image}" alt="{escape(figure_summary(comparison))}"></p>'
-    yield f"<h2>What it says</h2>\n{_sentences(explain_comparison(comparison).splitlines())}"
+    yield f"<h2>What it says</h2>\n{_sentences(comparison_sentences(comparison))}"
     yield "<h2>Each strategy</h2>"
     for row in comparison.rows:
         yield _details(row)
@@ -203,7 +205,7 @@ def _details(row: Row) -> str:
     return (
         f'<details><summary>{summary}</summary><div class="two"><div>{_categories(trace)}</div>'
         f"<div>{_lines([_row('th', 'phase', 'highest'), *phases])}</div></div>"
-        f"{_sentences(explain_trace(trace).splitlines())}</details>"
+        f"{_sentences(trace_sentences(trace))}</details>"
     )
 
 
@@ -215,6 +217,10 @@ def _absent(comparison: Comparison) -> list[str]:
     ]
 
 
-def _sentences(lines: Iterable[str]) -> str:
-    items = (f"<li>{escape(line.removeprefix('- '))}</li>" for line in lines)
-    return f"<ul>{''.join(items)}</ul>"
+def _sentences(sentences: Iterable[str]) -> str:
+    """A list of sentences; those with a dash are a list within it."""
+    items = ""
+    for dashed, group in itertools.groupby(sentences, key=lambda sentence: sentence.startswith("- ")):
+        lines = "".join(f"<li>{escape(sentence.removeprefix('- '))}</li>" for sentence in group)
+        items += f"<li><ul>{lines}</ul></li>" if dashed else lines
+    return f"<ul>{items}</ul>"

@@ -7,6 +7,7 @@ without the bytes that the technique acts on. What it adds and what it leaves ar
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ _PASSES = {
     "recompute": "the recomputation during backward",
     "optimizer": "the optimizer step",
 }
+_WIDE = 100  # characters of a line of sentences, which a notebook would break amid a word
 _NEAR = 0.02  # peaks closer than this, relative, are called the same
 
 # -- parts of sentences, for all views ---------------------------------------------------------------------------------
@@ -56,6 +58,12 @@ def unit_for(nbytes: int) -> tuple[str, int]:
     if nbytes >= 8 * GiB:
         return "GiB", GiB
     return ("MiB", MiB) if nbytes >= MiB else ("KiB", KiB)
+
+
+def _wrapped(sentences: Iterable[str]) -> str:
+    """Each sentence on lines of its own, those after its first indented."""
+    fill = textwrap.TextWrapper(_WIDE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).fill
+    return "\n".join(fill(sentence) for sentence in sentences)
 
 
 def figure_summary(value: Trace | Comparison) -> str:
@@ -129,10 +137,11 @@ _TECHNIQUES = (
 
 def explain_trace(trace: Trace) -> str:
     """Plain sentences: which phase holds the peak, what is alive there, which technique can move it, which cannot."""
-    return "\n".join(_trace_sentences(trace))
+    return _wrapped(trace_sentences(trace))
 
 
-def _trace_sentences(trace: Trace) -> Iterator[str]:
+def trace_sentences(trace: Trace) -> Iterator[str]:
+    """The same, sentence by sentence; those that begin with a dash belong to the one before them."""
     if not trace.peak_bytes:
         yield "Nothing was in memory, and nothing ran."
         return
@@ -209,13 +218,15 @@ def _upper(sentence: str) -> str:
 
 def explain_comparison(comparison: Comparison) -> str:
     """Plain sentences: what moved the peak, at what price, what adds up and what does not, and the proof."""
-    return "\n".join(_comparison_sentences(comparison.rows))
+    return _wrapped(comparison_sentences(comparison))
 
 
 Measured = list[tuple["Row", Trace]]  # a row and its trace, for rows that have one; the plain step first
 
 
-def _comparison_sentences(rows: tuple[Row, ...]) -> Iterator[str]:
+def comparison_sentences(comparison: Comparison) -> Iterator[str]:
+    """The same, sentence by sentence."""
+    rows = comparison.rows
     measured = [(row, row.trace) for row in rows if row.trace is not None]
     if measured and measured[0][0] is rows[0]:
         yield from _where(*measured[0])
