@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import __version__, zoo
 from .compare import Comparison, compare
 from .errors import MemlabError
+from .nest import kind
 from .step import TrainingStep
 from .strategies import parse
 
@@ -103,9 +106,12 @@ def _compare(options: argparse.Namespace) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MemlabError(f"cannot write into {folder}: {error.strerror}") from None
+        if not os.access(folder, os.W_OK):
+            raise MemlabError(f"cannot write into {folder}: permission denied")
     step = _step(options.step, options.batch)
     print(f"{step}\n", flush=True)
-    comparison = compare(step, strategies, repeats=options.repeats)
+    with _users_code("the plain step"):
+        comparison = compare(step, strategies, repeats=options.repeats)
     print(comparison)
     print()
     print(comparison.explain())
@@ -140,33 +146,50 @@ def _step(name: str, batch: int | None) -> TrainingStep:
         raise MemlabError(f"{where} has no {attribute!r}")
     found: Any = getattr(module, attribute)
     if not isinstance(found, TrainingStep) and callable(found):
-        found = found()
+        with _users_code(name):
+            found = found()
     if not isinstance(found, TrainingStep):
-        raise MemlabError(f"{name} is a {type(found).__name__}: it must be a memlab.TrainingStep, or return one")
+        raise MemlabError(f"{name} is {kind(found)}: it must be a memlab.TrainingStep, or return one")
     return found
 
 
 def _module(where: str) -> Any:
-    try:
-        if not where.endswith(".py"):
-            sys.path.insert(0, "")
+    if not where.endswith(".py"):
+        sys.path.insert(0, "")
+        with _users_code(f"the import of {where}"):
             return importlib.import_module(where)
-        path = Path(where)
-        if not path.is_file():
-            raise MemlabError(f"there is no file {where}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        sys.path.insert(0, str(path.parent))
+    path = Path(where)
+    if not path.is_file():
+        raise MemlabError(f"there is no file {where}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent))
+    with _users_code(f"the import of {where}"):
         spec.loader.exec_module(module)
-        return module
+    return module
+
+
+_OURS = (os.path.dirname(__file__), contextlib.__file__, os.path.dirname(importlib.__file__), "<frozen importlib")
+
+
+@contextlib.contextmanager
+def _users_code(what: str) -> Iterator[None]:
+    """An error of the user's own code becomes its traceback, from that code on, and one sentence."""
+    try:
+        yield
     except MemlabError:
         raise
-    except Exception as error:
-        traceback.print_exc()
-        raise MemlabError(f"{where} could not be imported: {type(error).__name__}: {error}") from None
+    except (Exception, SystemExit) as error:
+        theirs = error.__traceback__
+        while theirs is not None and theirs.tb_frame.f_code.co_filename.startswith(_OURS):
+            theirs = theirs.tb_next
+        if theirs is not None or isinstance(error, ImportError | SyntaxError):  # else it is an error of memlab's
+            error = error.with_traceback(theirs)
+        traceback.print_exception(error)
+        raise MemlabError(f"{what} failed: {type(error).__name__}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -75,6 +76,7 @@ class Clock:
         self._source_sequence = [-1]
         self._source_lines: list[str | None] = [None]
         self._handles: list[Any] = []
+        self._filter: Any = None
         self.on_new_root: Any = None
         self.before_optimizer: Any = None
         self.after_optimizer: Any = None
@@ -89,11 +91,16 @@ class Clock:
             optimizer_hooks.register_optimizer_step_pre_hook(self._optimizer_begins),
             optimizer_hooks.register_optimizer_step_post_hook(self._optimizer_ends),
         ]
+        if "torch._dynamo" in sys.modules:  # a compiled module warns of global hooks at each call; ours do no harm
+            warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+            self._filter = warnings.filters[0]
 
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         if self in _running:
             _running.remove(self)
         self.on_new_root = self.before_optimizer = self.after_optimizer = None

@@ -66,7 +66,7 @@ class Row:
         return None if self.trace is None else self.trace.saved_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The rows of `compare`; row 0 is the plain step."""
 
@@ -102,6 +102,8 @@ class Comparison:
 
         return comparison_text(self)
 
+    __repr__ = __str__  # what a notebook keeps beside the table
+
     def _repr_html_(self) -> str:
         from .views.html import comparison_html
 
@@ -132,6 +134,8 @@ def compare(
     """
     if not isinstance(step, TrainingStep):
         raise MemlabError(f"compare() takes a TrainingStep, not {type(step).__name__}")
+    if not isinstance(repeats, int) or repeats < 0:
+        raise MemlabError(f"repeats is {repeats!r}: give how often each step is timed, 0 for not at all")
     labelled = _labelled(step, strategies)
     refuse(allocator=True)
     with progress(len(labelled) * 2 + repeats) as tell, Stage(step) as stage:
@@ -149,6 +153,8 @@ def _labelled(
     """Labels, made different from each other, with the plain step first."""
     if isinstance(strategies, Strategy):
         strategies = [strategies]
+    if not isinstance(strategies, Iterable):
+        raise MemlabError(f"strategies are {strategies!r}: give them in a list or a dict")
     given = list(strategies.items()) if isinstance(strategies, Mapping) else [(None, s) for s in strategies]
     for _, strategy in given:
         if not isinstance(strategy, Strategy):

@@ -8,9 +8,11 @@ Rule 1. Both steps run on copies in host memory, in float64, from the same start
         in pure low precision is therefore never called equivalent: at best it is not proven.
 Rule 2. Gradients are caught whole and unscaled, before anything consumes them.
 Rule 3. gradient_difference = max over parameters of ||g - g0|| / max(||g0||, 1e-3 sqrt(n_p / n) ||all g0||). The floor
-        is there because some gradients are zero in mathematics (an attention key's bias) and noise in arithmetic.
+        is there because some gradients are zero in mathematics (an attention key's bias) and noise in arithmetic. For
+        updated parameters the same with 1 for 1e-3: a bias that starts at zero may hold nothing but such noise.
 Rule 4. Equivalent means at most 1e-9 in float64. Where the model itself computes in a lower precision, or cannot run
-        in float64 at all, a plain step in the same precision decides, within 100 units of its rounding.
+        in float64 at all, a plain step in the same precision decides, within 100 units of its rounding; half precision
+        rounds so coarsely that what is not identical is not proven.
 Rule 5. Where random numbers are drawn and the strategy draws others (dropout on micro-batches), each draw is replaced
         by its mean in both steps: equivalent if they then agree, and the note says so.
 Rule 6. Gradient error = the strategy's gradient in its own precision, where the model lives, against the plain
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,7 @@ from .strategies import Baseline, LowPrecision, MicroBatch, MixedPrecision, Stra
 TOLERANCE = 1e-9
 _FLOOR = 1e-3
 _ROUNDINGS = 100  # units in the last place that a same-precision comparison allows
+_COARSE = 1e-3  # an allowance above this would let real differences pass
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class _Difference:
     worst: str  # the parameter whose gradient differs most
 
     def within(self, tolerance: float) -> bool:
-        return max(self.loss, self.gradient, self.parameter) <= tolerance and not self.buffers
+        apart = (self.loss, self.gradient, self.parameter)  # one by one: NaN is within nothing
+        return all(distance <= tolerance for distance in apart) and not self.buffers
 
 
 @dataclass
@@ -139,6 +143,9 @@ class Prover:
                 name = str(low).removeprefix("torch.")
                 notes.append(f"compared within the rounding of {name}, in which parts of the model compute")
         equivalent: bool | None = found.within(tolerance)
+        if equivalent and tolerance > _COARSE and not found.within(TOLERANCE):
+            equivalent = None
+            notes.append(f"not proven: such coarse rounding hides differences up to {tolerance:.0%}")
         if equivalent and any(isinstance(part, LowPrecision) for part in strategy.parts):
             equivalent = None  # Rule 1: what rounds the parameters themselves was left out
             notes.append(
@@ -269,21 +276,8 @@ class _Means(LightMode):
 
 def difference(outcome: Outcome, plain: Outcome) -> _Difference:
     """How far an outcome is from the plain one (Rule 3)."""
-    all_squares = sum(_norm(g) ** 2 for g in plain.gradients.values() if g is not None)
-    elements = sum(g.numel() for g in plain.gradients.values() if g is not None) or 1
-    gradient, worst = 0.0, ""
-    for name, reference in plain.gradients.items():
-        found = outcome.gradients.get(name)
-        if reference is None and found is None:
-            continue
-        if reference is None or found is None:
-            apart = math.inf
-        else:
-            floor = _FLOOR * math.sqrt(reference.numel() / elements * all_squares)
-            apart = _apart(found, reference, floor)
-        if apart > gradient or math.isnan(apart):
-            gradient, worst = apart, name
-    parameter = max((_apart(outcome.parameters[name], p) for name, p in plain.parameters.items()), default=0.0)
+    gradient, worst = _furthest(outcome.gradients, plain.gradients, _FLOOR)
+    parameter, _ = _furthest(outcome.parameters, plain.parameters, 1.0)
     buffers = tuple(
         name
         for name in sorted(plain.buffers.keys() | outcome.buffers.keys())
@@ -293,6 +287,29 @@ def difference(outcome: Outcome, plain: Outcome) -> _Difference:
     )
     loss = abs(outcome.loss - plain.loss) / max(abs(plain.loss), 1e-12)
     return _Difference(loss, gradient, parameter, buffers, worst)
+
+
+def _furthest(
+    outcome: Mapping[str, torch.Tensor | None], plain: Mapping[str, torch.Tensor | None], share: float
+) -> tuple[float, str]:
+    """The largest distance and whose it is: relative to the plain tensor's norm, or to a share of what all have for
+    its size."""
+    present = [tensor for tensor in plain.values() if tensor is not None]
+    usual = math.sqrt(sum(_norm(t) ** 2 for t in present) / max(sum(t.numel() for t in present), 1))
+    furthest, whose = 0.0, ""
+    for name, reference in plain.items():
+        found = outcome.get(name)
+        if reference is None and found is None:
+            continue
+        if reference is None or found is None:
+            apart = math.inf
+        else:
+            apart = _apart(found, reference, share * usual * math.sqrt(reference.numel()))
+        if math.isnan(apart):
+            return apart, name
+        if apart > furthest:
+            furthest, whose = apart, name
+    return furthest, whose
 
 
 def _norm(tensor: torch.Tensor) -> float:
@@ -316,10 +333,11 @@ def why_different(step: Any, strategy: Strategy, found: _Difference, tolerance: 
     norms = _batch_norms(step.model)
     micro = any(isinstance(part, MicroBatch) for part in strategy.parts)
     if found.buffers:
-        names = ", ".join(found.buffers[:4]) + (", ..." if len(found.buffers) > 4 else "")
         why = "each forward pass updates running statistics, and "
         why += "each micro-batch is one" if micro else "recomputation is one more"
-        notes.append(f"buffers end differently: {names}" + (f" ({norms[0]} and others: {why})" if norms else ""))
+        notes.append(
+            f"buffers end differently: {_listed(found.buffers)}" + (f" ({_listed(norms)}: {why})" if norms else "")
+        )
     if found.gradient <= tolerance and found.loss <= tolerance:
         if found.parameter > tolerance:
             notes.append(
@@ -327,6 +345,8 @@ def why_different(step: Any, strategy: Strategy, found: _Difference, tolerance: 
                 "something else to do"
             )
         return notes
+    if math.isnan(found.gradient):
+        return [*notes, f"the gradient of {found.worst} is NaN, so nothing can be said of it"]
     amount = f"{found.gradient:.2g} relative"
     if math.isinf(found.gradient):
         amount = "a parameter gets a gradient in one step and none in the other"
@@ -336,7 +356,7 @@ def why_different(step: Any, strategy: Strategy, found: _Difference, tolerance: 
             "recomputation did not repeat the forward pass: randomness outside torch, or state that it changes"
         )
     elif norms:
-        notes.append(f"{', '.join(norms[:3])}: BatchNorm normalises over each micro-batch, not over the batch")
+        notes.append(f"{_listed(norms)}: BatchNorm normalises over each micro-batch, not over the batch")
     elif step.weight is None and step.reduction == "mean" and _has_ignored_targets(step.batch):
         notes.append(
             "the batch has targets of -100, which cross-entropy leaves out: micro-batches hold unequal numbers of loss "
@@ -348,6 +368,10 @@ def why_different(step: Any, strategy: Strategy, found: _Difference, tolerance: 
             'or its terms are unequally many (pass weight=) or summed (pass reduction="sum")'
         )
     return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def _batch_norms(model: nn.Module) -> list[str]:

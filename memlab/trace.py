@@ -169,7 +169,7 @@ class TimelinePoint:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
     """What one training step did to memory. Made by `memlab.measure` or `memlab.record`; see the module's rules.
 
@@ -326,6 +326,8 @@ class Trace:
         from .views.words import describe_trace
 
         return describe_trace(self)
+
+    __repr__ = __str__  # what a notebook keeps beside the table
 
     def _repr_html_(self) -> str:
         from .views.html import trace_html

@@ -137,23 +137,31 @@ ORDER = [
     "clock",
     "allocator",
     "trace",
+    "modes",
     "tracker",
     "ledger",
     "nest",
     "state",
+    "copies",
     "step",
     "strategies",
+    "code",
+    "lives",
+    "assemble",
     "record",
     "measure",
+    "flops",
     "proof",
+    "progress",
     "compare",
     "views",
     "__init__",
     "notebook",
+    "course",
     "zoo",
     "__main__",
 ]
-SHOWN_BY = {"views", "notebook"}  # a method such as `Trace.plot` hands over to these, by an import inside of it
+SHOWN_BY = {"views", "notebook", "code"}  # a method such as `Trace.plot` hands over to these, by an import inside of it
 SOURCES = sorted((ROOT / "memlab").rglob("*.py"))
 
 

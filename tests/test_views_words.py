@@ -78,6 +78,11 @@ def test_a_peak_of_activations_is_bounded_by_what_would_remain():
     assert "10.0 MiB (15 %)" in line_of(text, "- LowPrecision")
 
 
+def test_a_few_bytes_are_not_called_a_saving():
+    crumb = trace((10, "parameters", 0, 3), (4 / MiB, "activations", 1, 3), (5, "temporaries", 3, 3))
+    assert line_of(sentences(crumb), "- Checkpoint").endswith("in the optimizer step, where only 4 B of them is alive.")
+
+
 def test_a_second_peak_as_high_stops_a_technique():
     twice = trace((10, "parameters", 0, 3), (20, "activations", 1, 1), (20, "temporaries", 3, 3))
     assert "cannot move it. The optimizer step is as high without them" in line_of(sentences(twice), "- Checkpoint")
@@ -135,7 +140,7 @@ def test_a_plain_peak_in_the_optimizer_step_is_told_first():
     plain = row(Baseline(), IN_OPTIMIZER)
     text = sentences(Comparison((plain, row(CHECKPOINT, IN_OPTIMIZER))))
     assert "The peak is in the optimizer step: checkpointing and micro-batches cannot move it." in text
-    assert line_of(text, "Lower the peak by less than 2 %").endswith("checkpoint blocks.*.")
+    assert line_of(text, "Leave the peak where it is").endswith("checkpoint blocks.*.")
     assert "Lowest" not in text
 
 
@@ -162,6 +167,12 @@ def test_the_lowest_that_trains_the_same_model_is_named_too():
     assert line_of(text, "Lowest:").endswith("It does not train the same model.")
     assert "checkpoint blocks.*, 40.0 MiB" in line_of(text, "Lowest of those that train the same model")
     assert "4 micro-batches does not train the same model: bn: BatchNorm saw parts." in text
+
+
+def test_a_raised_peak_is_told():
+    text = sentences(comparison(row(MICRO, trace((78, "gradients", 1, 2)))))
+    assert "Raise the peak: 4 micro-batches (120 %)." in text
+    assert "Lowest" not in text
 
 
 @pytest.mark.parametrize(("both", "says"), [(29.9, "no better than"), (35, "worse than"), (20, None)])

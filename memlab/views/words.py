@@ -25,6 +25,7 @@ _PASSES = {
     "optimizer": "the optimizer step",
 }
 _WIDE = 100  # characters of a line of sentences, which a notebook would break amid a word
+_NOTHING = 0.001  # of a peak: less is not called a saving
 _NEAR = 0.02  # peaks closer than this, relative, are called the same
 
 # -- parts of sentences, for all views ---------------------------------------------------------------------------------
@@ -47,10 +48,10 @@ def operator_name(place: Place) -> str:
     return place.operator.rpartition("::")[2]
 
 
-def listed(items: Iterable[str], last: str = "and") -> str:
+def listed(items: Iterable[str]) -> str:
     """`a, b and c`."""
     *most, end = list(items) or [""]
-    return f"{', '.join(most)} {last} {end}" if most else end
+    return f"{', '.join(most)} and {end}" if most else end
 
 
 def unit_for(nbytes: int) -> tuple[str, int]:
@@ -178,15 +179,16 @@ def _without(trace: Trace, gone: Callable[[Allocation], bool]) -> Peak:
 
 
 def _bound(trace: Trace, technique: _Technique) -> str:
-    left = _without(trace, technique.acts_on)
-    if left.nbytes < trace.peak_bytes:
-        saving = trace.peak_bytes - left.nbytes
-        share = percent(saving, trace.peak_bytes)
+    left, whole = _without(trace, technique.acts_on), trace.peak_bytes
+    saving = whole - left.nbytes
+    if saving >= _NOTHING * whole:
         rest = f"{format_bytes(left.nbytes)}, in {pass_name(left.place)}"
-        return f"{format_bytes(saving)} ({share}). Without them the peak would be {rest}."
-    if any(technique.acts_on(allocation) for allocation in trace.peak.allocations):
+        return f"{format_bytes(saving)} ({percent(saving, whole)}). Without them the peak would be {rest}."
+    there = sum(allocation.nbytes for allocation in trace.peak.allocations if technique.acts_on(allocation))
+    if there >= _NOTHING * whole:
         return f"cannot move it. {_upper(pass_name(left.place))} is as high without them."
-    return f"cannot move it. The peak is in {pass_name(trace.peak.place)}, where none of them is alive."
+    alive = f"only {format_bytes(there)} of them is alive" if there else "none of them is alive"
+    return f"cannot move it. The peak is in {pass_name(trace.peak.place)}, where {alive}."
 
 
 def _asides(trace: Trace) -> Iterator[str]:
@@ -200,8 +202,8 @@ def _asides(trace: Trace) -> Iterator[str]:
         )
     if alive.get("weight copies"):
         yield (
-            f"Autocast keeps {format_bytes(alive['weight copies'])} of weight copies alive at the peak: "
-            "each weight once more, in low precision."
+            f"At the peak autocast keeps {format_bytes(alive['weight copies'])} of weight copies: weights once more, "
+            "in low precision."
         )
     if alive.get("workspace", 0) >= 0.01 * trace.peak_bytes:
         yield "Workspace is the operators' own: it varies with the processor and the number of threads."
@@ -259,9 +261,12 @@ def _largest(trace: Trace, count: int) -> str:
 def _lowest(measured: Measured) -> Iterator[str]:
     plain = measured[0][1].peak_bytes
     best = min(trace.peak_bytes for _, trace in measured)
-    no_lower = [row.label for row, trace in measured[1:] if trace.peak_bytes >= plain * (1 - _NEAR)]
-    if no_lower:
-        yield f"Lower the peak by less than 2 %: {listed(no_lower)}."
+    raised = [(row.label, trace.peak_bytes) for row, trace in measured[1:] if trace.peak_bytes > plain * (1 + _NEAR)]
+    if raised:
+        yield f"Raise the peak: {listed(f'{label} ({percent(nbytes, plain)})' for label, nbytes in raised)}."
+    stays = [row.label for row, trace in measured[1:] if abs(trace.peak_bytes - plain) <= plain * _NEAR]
+    if stays:
+        yield f"Leave the peak where it is, within 2 %: {listed(stays)}."
     if best >= plain * (1 - _NEAR):
         return
     near = [(row, trace) for row, trace in measured if trace.peak_bytes <= best * (1 + _NEAR)]
