@@ -15,6 +15,7 @@ technique trains the same model.
 
 from .compare import Comparison, Row, compare
 from .errors import MemlabError
+from .limit import OutOfMemoryError, limit
 from .measure import measure
 from .record import record
 from .step import TrainingStep
@@ -34,11 +35,13 @@ __all__ = [
     "MicroBatch",
     "MixedPrecision",
     "OptimizerInBackward",
+    "OutOfMemoryError",
     "Row",
     "SavedTensor",
     "Trace",
     "TrainingStep",
     "compare",
+    "limit",
     "load",
     "measure",
     "record",

@@ -118,12 +118,3 @@ def refuse_running_profiler() -> None:
             "a profiler is already running here; memlab listens to the allocator through PyTorch's profiler, and two "
             "cannot run at once. Leave the profiler's block first, or pass allocator=False."
         )
-
-
-def largest_sum(events: list[Event]) -> int:
-    """The peak: the largest running sum of the events' sizes."""
-    running = peak = 0
-    for event in events:
-        running += event.nbytes
-        peak = max(peak, running)
-    return peak

@@ -11,10 +11,11 @@ Rule 5. What belongs to a parameter (its gradient, its state) counts for the par
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from .clock import FORWARD, OPTIMIZER, RECOMPUTE, Clock
 from .lives import Lives, by_log, joined
 from .trace import PHASES, Allocation, Operator, Place, SavedTensor, Trace
 from .tracker import Storage, Tracker
+
+_place = functools.lru_cache(maxsize=4096)(Place)  # many operators run in one place, and one object serves them all
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def _places(recorded: Recorded) -> list[Place]:
         if phase == FORWARD and not module and _prepares_update(passes, first_pass, backward_ends, step_ends[step:]):
             phase = OPTIMIZER
         micro_batch = 0 if phase == OPTIMIZER else passes - first_pass
-        places.append(Place(PHASES[phase], module, function.name().partition(".")[0], micro_batch, step, source))
+        places.append(_place(PHASES[phase], module, function.name().partition(".")[0], micro_batch, step, source))
     return places
 
 
@@ -161,7 +164,7 @@ def _allocations(storage: Storage, role: str, places: list[Place], lives: Lives)
     number = storage.operator
     place = places[min(number, len(places) - 1)] if number >= 0 and places else Place()
     if storage.owner:
-        place = replace(place, module=storage.owner)
+        place = _place(place.phase, storage.owner, place.operator, place.micro_batch, place.step, place.source)
     born, freed = lives.born[storage.number], lives.freed.get(storage.number)
     dtype = str(storage.dtype).removeprefix("torch.")
     yield Allocation(
@@ -185,33 +188,30 @@ def _saved_tensors(recorded: Recorded, roles: list[str], places: list[Place]) ->
     for saved in recorded.saved:
         entry, storage = saved.entry, saved.storage
         place = places[min(saved.operator, len(places) - 1)] if places else Place()
-        row = SavedTensor(
+        kind, state, earlier = "activations", entry.state, []
+        if storage is not None:
+            earlier = slots.setdefault((saved.entered, storage.number), [])
+            kind = roles[storage.number]
+            if storage.device != recorded.device.type:
+                kind = state = "offloaded"
+        yield SavedTensor(
             module=saved.module,
             operator=entry.node,
             slot=entry.slot,
             shape=entry.shape,
             dtype=entry.dtype,
             nbytes=saved.nbytes,
-            storage=None,
-            storage_bytes=0,
-            kind="activations",
-            state=entry.state,
+            storage=None if storage is None else storage.number,
+            storage_bytes=0 if storage is None else storage.nbytes,
+            kind=kind,
+            state=state,
+            shares_with=tuple(earlier),
             micro_batch=place.micro_batch,
             step=place.step,
             entry=saved.entered,
             source=saved.source,
         )
-        if storage is not None:
-            earlier = slots.setdefault((saved.entered, storage.number), [])
-            row = replace(row, storage=storage.number, storage_bytes=storage.nbytes, shares_with=tuple(earlier))
-            elsewhere = storage.device != recorded.device.type
-            row = (
-                replace(row, kind="offloaded", state="offloaded")
-                if elsewhere
-                else (replace(row, kind=roles[storage.number]))
-            )
-            earlier.append(entry.slot)
-        yield row
+        earlier.append(entry.slot)
 
 
 # -- what a reader should know -----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -225,8 +226,15 @@ def user_line() -> str | None:
     """`file.py:12 in function`: the innermost line that is neither PyTorch's nor memlab's."""
     frame = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code.co_filename == _LESSONS or not code.co_filename.startswith(_LIBRARIES):
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        line = line_of(frame.f_code, frame.f_lineno)
+        if line is not None:
+            return line
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def line_of(code: CodeType, number: int) -> str | None:
+    """`file.py:12 in function`; None for a line of PyTorch's or memlab's."""
+    if code.co_filename != _LESSONS and code.co_filename.startswith(_LIBRARIES):
+        return None
+    return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}"

@@ -18,6 +18,7 @@ from .errors import MemlabError
 from .measure import Stage, refuse, trace
 from .progress import progress
 from .proof import Prover
+from .reasons import reason
 from .step import TrainingStep
 from .strategies import Baseline, Strategy
 from .trace import Trace
@@ -181,7 +182,7 @@ def _row(stage: Stage, prover: Prover, label: str, strategy: Strategy, tell: Any
     except Exception as error:
         if strategy == Baseline():
             raise
-        return replace(row, error=_reason(error))
+        return replace(row, error=reason(error, stage.step, strategy))
     plain = prover.plain_flops()
     return replace(
         row,
@@ -195,14 +196,6 @@ def _row(stage: Stage, prover: Prover, label: str, strategy: Strategy, tell: Any
         buffer_differences=verdict.buffer_differences,
         notes=(*measured.notes, *verdict.notes),
     )
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong, as a sentence; a user's own exception keeps its type and first line."""
-    if isinstance(error, MemlabError):
-        return str(error)
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
 
 
 def _time_ratios(stage: Stage, strategies: dict[str, Strategy], repeats: int, tell: Any) -> dict[str, float]:

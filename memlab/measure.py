@@ -178,9 +178,9 @@ def refuse_nan(runner: Runner) -> None:
     if runner.micro_batches is not None:
         where = f" in micro-batch {', '.join(map(str, numbers))} of {len(runner.micro_batches)}"
     raise MemlabError(
-        f"the loss is NaN{where}, so nothing that is measured or compared here would mean anything: look for a mean over "
-        "an empty selection, a division by zero or a log of zero in the loss (torch.autograd.set_detect_anomaly(True) "
-        "names the operator), or lower the learning rate"
+        f"the loss is NaN{where}, so nothing that is measured or compared here would mean anything: look for a mean "
+        "over an empty selection, a division by zero or a log of zero in the loss "
+        "(torch.autograd.set_detect_anomaly(True) names the operator), or lower the learning rate"
     )
 
 

@@ -1,6 +1,9 @@
-"""The base of our dispatch modes: cheap, and harmless to compiled code."""
+"""The base of our dispatch modes: cheap, and harmless to compiled code; and what a limit is not to see."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,3 +21,21 @@ class LightMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+_unseen = 0
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Memlab's own work (back-ups, proofs): a limit that the user has set does not count it."""
+    global _unseen
+    _unseen += 1
+    try:
+        yield
+    finally:
+        _unseen -= 1
+
+
+def is_unseen() -> bool:
+    return _unseen > 0

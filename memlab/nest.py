@@ -37,7 +37,7 @@ def kind(value: Any) -> str:
 
 def leaves(nest: Any) -> Iterator[Any]:
     """Everything in the nest that is no container."""
-    opened = _opened(nest)
+    opened = None if isinstance(nest, torch.Tensor) else _opened(nest)
     if opened is None:
         yield nest
     else:

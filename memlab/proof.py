@@ -35,7 +35,7 @@ from .clock import clean_name, unwrapped
 from .errors import MemlabError
 from .flops import FlopCounter
 from .measure import Stage, refuse_nan
-from .modes import LightMode
+from .modes import LightMode, unseen
 from .strategies import Baseline, LowPrecision, MicroBatch, MixedPrecision, Strategy
 
 TOLERANCE = 1e-9
@@ -96,23 +96,28 @@ class Prover:
     @contextlib.contextmanager
     def ready(self) -> Iterator[Prover]:
         """Run the plain steps, in float64 where that is possible."""
-        self._own = run_once(self.stage, Baseline())
         with contextlib.ExitStack() as stack:
-            try:
-                exact = stack.enter_context(Stage(self.stage.step.copy(torch.float64), steady=False))
-                truth = run_once(exact, Baseline())
-                if all(gradient is None for gradient in truth.gradients.values()):
-                    raise MemlabError("the loss does not use the model that it is given")
-                self._exact, self._truth = exact, truth
-            except Exception as error:
-                first_line = (str(error).splitlines() or [""])[0]
-                self._why_not_exact = f"{type(error).__name__}: {first_line}"
-                self._exact, self._truth = None, self._own
-            self._mean_truth = self._truth
-            if self._truth.drew_random:
-                self._mean_truth = run_once(self._exact or self.stage, Baseline(), mean=True)
+            self._run_plain(stack)
             yield self
 
+    @unseen()
+    def _run_plain(self, stack: contextlib.ExitStack) -> None:
+        self._own = run_once(self.stage, Baseline())
+        try:
+            exact = stack.enter_context(Stage(self.stage.step.copy(torch.float64), steady=False))
+            truth = run_once(exact, Baseline())
+            if all(gradient is None for gradient in truth.gradients.values()):
+                raise MemlabError("the loss does not use the model that it is given")
+            self._exact, self._truth = exact, truth
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            self._why_not_exact = f"{type(error).__name__}: {first_line}"
+            self._exact, self._truth = None, self._own
+        self._mean_truth = self._truth
+        if self._truth.drew_random:
+            self._mean_truth = run_once(self._exact or self.stage, Baseline(), mean=True)
+
+    @unseen()
     def verdict(self, strategy: Strategy) -> Verdict:
         """Run the strategy and compare."""
         own = run_once(self.stage, strategy)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 import weakref
@@ -74,7 +75,9 @@ class record:  # a lower-case class: used like a function, as torch.no_grad is
                 f"record() takes a module, not {type(model).__name__}. As a decorator it needs its brackets: "
                 "`@memlab.record()`."
             )
-        self._make = functools.partial(Recorder, model, optimizer, batch, allocator=allocator, sources=sources)
+        self._make: Callable[[], Recorder] = functools.partial(
+            Recorder, model, optimizer, batch, allocator=allocator, sources=sources
+        )
         self._recorder: Recorder | None = None
         self._trace: Trace | None = None
 
@@ -114,7 +117,7 @@ class _Unfinished(Trace):
     def __getattribute__(self, name: str) -> Any:
         if name in ("__class__", "__dict__"):
             return object.__getattribute__(self, name)
-        raise MemlabError("this trace is not complete: it can be read after the `with memlab.record()` block has ended")
+        raise MemlabError("this trace is not complete: it can be read after the `with` block has ended")
 
     def __repr__(self) -> str:
         return "<Trace: recording>"
@@ -346,7 +349,7 @@ class Recorder:
 
 def _device_of(model: nn.Module | None) -> torch.device:
     """Where the model's parameters are; without a model or parameters, the GPU if this process uses one."""
-    for tensor in [] if model is None else [*model.parameters(), *model.buffers()]:
+    for tensor in () if model is None else itertools.chain(model.parameters(), model.buffers()):
         return tensor.device
     uses_cuda = model is None and torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.device("cuda" if uses_cuda else "cpu")

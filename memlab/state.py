@@ -36,6 +36,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .modes import unseen
+
 Undo = Callable[[], object]
 
 MOST_OBJECTS = 200_000
@@ -54,6 +56,7 @@ def snapshot(*roots: Any) -> State:
 class State:
     """What `snapshot` remembers; `complete` is False where more than `MOST_OBJECTS` objects were reachable."""
 
+    @unseen()
     def __init__(self, roots: Iterable[Any]) -> None:
         self._storages: dict[int, _Bytes] = {}
         self._undo: list[Undo] = []
@@ -64,6 +67,7 @@ class State:
         self.complete = len(objects) < MOST_OBJECTS
         self._undo += _random_streams()
 
+    @unseen()
     def restore(self) -> None:
         """Put everything back, in place."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

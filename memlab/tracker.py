@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,12 @@ from .clock import Clock
 from .modes import LightMode
 
 
-class Storage:
-    """One storage's record. `operator` is the number of the operator that made it (-1: older than the recording)."""
+class Storage(weakref.ref[torch.UntypedStorage]):
+    """One storage's record, and the weak reference to it (Rule 1). `operator` is the number of the operator that made
+    it (-1: older than the recording)."""
 
     __slots__ = (
+        "address",
         "born",
         "cast_of",
         "device",
@@ -44,21 +46,23 @@ class Storage:
         "role",
         "shape",
     )
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
-    def __init__(self, number: int, nbytes: int, operator: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.number = number
-        self.nbytes = nbytes
-        self.operator = operator
-        self.dtype = dtype
-        self.shape = shape
-        self.born = 0  # index into Tracker.log
-        self.died: int | None = None
-        self.ptr = 0
-        self.device = ""
-        self.role = ""
-        self.name = ""  # of the parameter, buffer or batch entry
-        self.owner = ""  # module that owns it
-        self.cast_of: int | None = None  # number of the storage it is a cast of
+    number: int
+    address: int  # the C++ object's
+    nbytes: int
+    operator: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    born: int  # index into Tracker.log
+    died: int | None
+    ptr: int
+    role: str
+    name: str  # of the parameter, buffer or batch entry
+    owner: str  # module that owns it
+    cast_of: int | None  # number of the storage it is a cast of
 
 
 class Tracker(LightMode):
@@ -76,15 +80,13 @@ class Tracker(LightMode):
         self.log: list[int] = []
         self.operators: list[tuple[Any, tuple[int, str | int, str | None], int, int]] = []
         self.mark_of: list[tuple[str, int]] = []  # ("operator", number) | ("met" | "died", storage number)
-        self._known: dict[int, tuple[weakref.ref[Any], Storage]] = {}
+        self._known: dict[int, Storage] = {}
+        self._gone = _obituary(self._known, self.log, self.mark_of if marks else None)
 
     # -- operators -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = _KINDS.get(func)
-        if known is None:
-            known = _KINDS[func] = _kind(func), _written_by(func)
-        kind, writes = known
+        _, kind, writes, makes = _OPERATORS.get(id(func)) or _operator(func)
         written = _given(writes, args, kwargs) if writes else ()
         for tensor in written:  # it was there before: met afterwards, it would count as made by the operator
             self.meet_outside(tensor)
@@ -93,11 +95,14 @@ class Tracker(LightMode):
             return out
         number = len(self.operators)
         before = len(self.storages)
-        if type(out) is torch.Tensor and out.layout is torch.strided and not out.is_nested:
+        if _is_plain(out):
             storage = out.untyped_storage()
             if storage._cdata not in self._known:
-                self._meet(storage, out, number)
-        else:
+                if makes:
+                    self._meet(storage, out, number)
+                else:  # in place: it was there before
+                    self.meet_outside(out)
+        elif makes:
             for tensor in tensors_in(out):
                 self.meet(tensor, number)
         if kind:
@@ -127,11 +132,11 @@ class Tracker(LightMode):
         for part in parts(tensor):
             storage = part.untyped_storage()
             known = self._known.get(storage._cdata)
-            if known is not None and known[1].nbytes != storage.nbytes():
-                self._died(known[1])
-                del self._known[storage._cdata]
+            if known is not None and known.nbytes != storage.nbytes():
+                known.died = len(self.log)
+                self.log.append(-known.number - 1)
                 new = self._meet(storage, part, number)
-                new.role, new.name, new.owner = known[1].role, known[1].name, known[1].owner
+                new.role, new.name, new.owner = known.role, known.name, known.owner
 
     # -- storages ------------------------------------------------------------------------------------------------
 
@@ -141,7 +146,7 @@ class Tracker(LightMode):
         for part in parts(tensor):
             storage = part.untyped_storage()
             known = self._known.get(storage._cdata)
-            record = self._meet(storage, part, number) if known is None else known[1]
+            record = self._meet(storage, part, number) if known is None else known
             if record not in found:
                 found.append(record)
         return found
@@ -151,8 +156,8 @@ class Tracker(LightMode):
         show that it was made during it."""
         before = len(self.storages)
         found = self.meet(tensor, -1)
-        for storage in self.storages[before:]:
-            if self.marks:
+        if self.marks:
+            for storage in self.storages[before:]:
                 allocator.mark()
                 self.mark_of.append(("met", storage.number))
         return found
@@ -171,45 +176,76 @@ class Tracker(LightMode):
         for part in parts(tensor):
             known = self._known.get(part.untyped_storage()._cdata)
             if known is not None:
-                return known[1]
+                return known
         return None
 
     def _meet(self, storage: Any, tensor: torch.Tensor, number: int) -> Storage:
-        record = Storage(len(self.storages), storage.nbytes(), number, tensor.dtype, tuple(tensor.shape))
+        record = Storage(storage, self._gone)
+        record.address = storage._cdata
+        record.number = len(self.storages)
+        record.nbytes = storage.nbytes()
+        record.operator = number
+        record.dtype = tensor.dtype
+        record.shape = tuple(tensor.shape)
+        record.device = "cpu" if tensor.is_cpu else tensor.device.type
         record.born = len(self.log)
-        record.device = tensor.device.type
+        record.died = record.cast_of = None
+        record.ptr = storage.data_ptr() if self.marks else 0
+        record.role = record.name = record.owner = ""
+        self._known[record.address] = record
         self.storages.append(record)
         self.log.append(record.number + 1)
-        if self.marks:
-            record.ptr = storage.data_ptr()
-        key = storage._cdata
-
-        def gone(_: Any) -> None:
-            known = self._known.get(key)
-            if known is not None and known[1] is record:
-                del self._known[key]
-                self._died(record)
-                if self.marks and record.operator < 0:  # the allocator does not report it
-                    allocator.mark()
-                    self.mark_of.append(("died", record.number))
-
-        self._known[key] = weakref.ref(storage, gone), record
         return record
-
-    def _died(self, record: Storage) -> None:
-        record.died = len(self.log)
-        self.log.append(-record.number - 1)
 
     def forget(self) -> None:
         """Drop every weak reference: nothing is recorded from here on."""
-        self._known = {}
+        self._known.clear()
+
+
+def _obituary(
+    known: dict[int, Storage], log: list[int], mark_of: list[tuple[str, int]] | None
+) -> Callable[[Storage], None]:
+    """What is done when a storage goes. No method: the records would keep the tracker alive, and it keeps them."""
+
+    def gone(record: Storage) -> None:
+        if known.get(record.address) is not record:
+            return
+        del known[record.address]
+        record.died = len(log)
+        log.append(-record.number - 1)
+        if mark_of is not None and record.operator < 0:  # the allocator does not report it
+            allocator.mark()
+            mark_of.append(("died", record.number))
+
+    return gone
 
 
 # -- kinds of operators ------------------------------------------------------------------------------------------------
 
 _PLAIN, _VIEW, _CAST, _RESIZE, _LIBRARY = range(5)
 _Writes = tuple[tuple[int, str], ...]  # position and name of each argument that an operator writes into
-_KINDS: dict[Any, tuple[int, _Writes]] = {}
+
+
+class _Operator(NamedTuple):
+    """What there is to know of an operator; `makes` is False where its results are what it writes into, or no tensors."""
+
+    function: Any  # held, so that its `id` is not used again
+    kind: int
+    writes: _Writes
+    makes: bool
+
+
+_OPERATORS: dict[int, _Operator] = {}  # by the function's `id`: its hash is slower
+
+
+def _operator(func: Any) -> _Operator:
+    kind, writes = _kind(func), _written_by(func)
+    results = [result for result in func._schema.returns if "Tensor" in str(result.type)]
+    makes = any(result.alias_info is None or not result.alias_info.is_write for result in results)
+    if kind == _PLAIN and results and not makes:  # in place: what it writes into is what it returns
+        writes = ()
+    known = _OPERATORS[id(func)] = _Operator(func, kind, writes, makes)
+    return known
 
 
 def _kind(func: Any) -> int:
@@ -240,33 +276,37 @@ def _given(writes: _Writes, args: Any, kwargs: Any) -> list[torch.Tensor]:
 # -- tensors of every kind ---------------------------------------------------------------------------------------------
 
 _functorch: Any = torch._C._functorch
+_DENSE = {torch.Tensor, torch.nn.Parameter}
 
 
-def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose data is simply its storage: most are."""
+    dense = type(value) in _DENSE and value.layout is torch.strided
+    return dense and not value.is_nested and not _functorch.is_functorch_wrapped_tensor(value)
+
+
+def parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The strided tensors that hold a tensor's data: itself, what a transform of `torch.func` wraps, or the components
     of a sparse or nested tensor."""
+    if _is_plain(tensor):
+        return (tensor,)
     layout = tensor.layout
     if layout == torch.strided:
         if _functorch.is_functorch_wrapped_tensor(tensor):
-            yield from parts(_functorch.get_unwrapped(tensor))
-        elif hasattr(tensor, "__tensor_flatten__"):
+            return parts(_functorch.get_unwrapped(tensor))
+        if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            for name in names:
-                yield from parts(getattr(tensor, name))
-        elif tensor.is_nested:
-            yield from tensor.detach().unbind()
-        else:
-            yield tensor
-    elif layout == torch.sparse_coo:
-        yield tensor._indices()
-        yield tensor._values()
-    elif layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    elif layout == torch.jagged:
-        yield tensor.values()
-        yield tensor.offsets()  # type: ignore[attr-defined]
+            return [part for name in names for part in parts(getattr(tensor, name))]
+        return tensor.detach().unbind() if tensor.is_nested else (tensor,)
+    if layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if layout == torch.jagged:
+        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]
+    return ()
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:

@@ -58,7 +58,7 @@ class Prediction:
         return f"{number} {self.unit}".rstrip()
 
     def __repr__(self) -> str:
-        return f"{self.question}: {self.shown(self.guess)}"
+        return f"{self.question}\n  your guess  {self.shown(self.guess)}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,12 +89,7 @@ class Answer:
 
     def __repr__(self) -> str:
         shown = self.prediction.shown
-        lines = [
-            self.prediction.question,
-            f"  your guess  {shown(self.prediction.guess)}",
-            f"  measured    {shown(self.measured)}",
-            f"  error       {self.verdict}",
-        ]
+        lines = [repr(self.prediction), f"  measured    {shown(self.measured)}", f"  error       {self.verdict}"]
         return "\n".join([*lines, *(f"  Why not {shown(wrong)}? {reason}" for wrong, reason in self.usual)])
 
 

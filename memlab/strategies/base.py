@@ -43,7 +43,7 @@ class Strategy:
     def applied(self, step: TrainingStep) -> Iterator[Runner]:
         """Yields a `Runner`, each call of whose `run()` is one training step run in this way."""
         step.check()
-        runner = Runner(step)
+        runner = Runner(step, str(self))
         with contextlib.ExitStack() as undo:
             # Last to first: precision changes before the batch is cut, so that micro-batches are in it too.
             for part in reversed(self.parts):

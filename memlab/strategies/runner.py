@@ -36,8 +36,9 @@ class Runner:
     - losses: each micro-batch's share of the last run's loss, detached.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
+    def __init__(self, step: TrainingStep, name: str = "baseline") -> None:
         self.step = step
+        self.name = name
         self.notes: list[str] = []
         self.skipped = False
         self.losses: list[torch.Tensor] = []
@@ -87,6 +88,10 @@ class Runner:
             with contextlib.nullcontext() if self.around_run is None else self.around_run(catch):
                 self.losses = list(self._forward_and_backward())
                 self._update(catch)
+        except Exception as error:
+            if not isinstance(error, MemlabError):
+                error.add_note(f"memlab was running one training step of {self.step!r}, strategy: {self.name}")
+            raise
         finally:
             self._clear_gradients()
         for explain in self.afterwards:

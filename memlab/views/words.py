@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..compare import Comparison, Row
 
 _PASSES = {
-    "start": "what is there before the step",
+    "start": "the state before the step",
     "forward": "the forward pass",
     "backward": "the backward pass",
     "recompute": "the recomputation during backward",
@@ -158,10 +158,22 @@ def trace_sentences(trace: Trace) -> Iterator[str]:
         yield f"The next highest is {_PASSES[phase]}, with {format_bytes(others[phase])}."
     if trace.saved:
         yield f"When backward begins, autograd holds {format_bytes(trace.saved_bytes)} for it."
+    yield from bounds(trace)
+    yield from _asides(trace)
+
+
+def bounds(trace: Trace) -> Iterator[str]:
+    """What each technique could take off the peak at most, or why it cannot move it: a line for each."""
     yield "How far each technique could lower the peak, at most (a bound: all that it acts on gone, nothing added):"
     for technique in _TECHNIQUES:
         yield f"- {technique.names} ({technique.bytes_of}): {_bound(trace, technique)}"
-    yield from _asides(trace)
+    alive = trace.by_category()
+    fixed = alive.get("parameters", 0) + alive.get("optimizer state", 0) + alive.get("buffers", 0)
+    if fixed:
+        yield (
+            f"- LowPrecision alone makes parameters, buffers and optimizer state smaller: {format_bytes(fixed)} "
+            f"({percent(fixed, trace.peak_bytes)}) at the peak."
+        )
 
 
 def _holders(trace: Trace) -> str:
@@ -194,12 +206,6 @@ def _bound(trace: Trace, technique: _Technique) -> str:
 def _asides(trace: Trace) -> Iterator[str]:
     """What the bounds leave open."""
     alive = trace.by_category()
-    fixed = alive.get("parameters", 0) + alive.get("optimizer state", 0) + alive.get("buffers", 0)
-    if fixed:
-        yield (
-            f"- LowPrecision alone makes parameters, buffers and optimizer state smaller: {format_bytes(fixed)} "
-            f"({percent(fixed, trace.peak_bytes)}) at the peak."
-        )
     if alive.get("weight copies"):
         yield (
             f"At the peak autocast keeps {format_bytes(alive['weight copies'])} of weight copies: weights once more, "
