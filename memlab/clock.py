@@ -189,10 +189,9 @@ class Clock:
 
     def now(self) -> tuple[int, str | int, str | None]:
         """(phase, module name or sequence number of the node that runs, source line)."""
-        in_backward = _graph_task() != -1
         if self.optimizing and len(self._stack) <= self._optimizer_depth:
             return OPTIMIZER, "", user_line() if self.sources else None
-        if not in_backward:
+        if _graph_task() == -1:
             source = user_line() if self.sources else None
             if self.sources:
                 self._source_sequence.append(_sequence_number() - 1)

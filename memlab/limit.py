@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -224,6 +225,8 @@ class _Limited(Recorder):
         self._find_gradients(self._parameters)
         text = format_bytes(self._budget)
         trace = self.trace(notes=[f"a memory limit of {text} was exceeded: the trace covers what ran up to there"])
+        if torch.is_grad_enabled():
+            trace = _expecting(trace)
         peak = trace.tensor_peak
         number = next((a.operator_number for a in peak.allocations if a.born == peak.tick), -1)
         requested = sum(a.nbytes for a in peak.allocations if a.operator_number == number >= 0)
@@ -281,6 +284,23 @@ class _Limited(Recorder):
             if parameter is not None and storage is not None and storage.operator >= 0:
                 parameter.grad = None
         release.graphs(self._first_node)
+
+
+def _expecting(trace: Trace) -> Trace:
+    """The trace with what autograd may be about to save counted as saved, or a bound on it would be too low: what a
+    forward pass's last operator made, or a region that is being recomputed."""
+    phases = [operator.place.phase for operator in trace.operators]
+    first = len(phases)
+    if phases[-1:] == ["forward"]:
+        first -= 1
+    while first and phases[first - 1] == "recompute":
+        first -= 1
+
+    def expected(a: Allocation) -> bool:
+        return a.operator_number >= first and a.freed is None and a.category == "temporaries"
+
+    allocations = (replace(a, category="activations") if expected(a) else a for a in trace.allocations)
+    return replace(trace, allocations=tuple(allocations))
 
 
 def _holders(allocations: Iterable[Allocation]) -> Iterator[str]:

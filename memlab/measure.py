@@ -42,6 +42,11 @@ class Stage:
 
     def __enter__(self) -> Stage:
         step = self.step
+        if step.device.type == "meta":
+            raise MemlabError(
+                "the model is on the meta device, which holds shapes and no numbers: build it on a device that computes, "
+                "or move it there with model.to_empty(device='cpu') and initialise it"
+            )
         self._users = step.snapshot()
         try:
             self._without_gradients()

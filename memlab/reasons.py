@@ -27,14 +27,14 @@ def reason(error: Exception, step: TrainingStep, strategy: Strategy) -> str:
         explained = _of_checkpoint(error, text, step, strategy)
     if explained is None and MixedPrecision in kinds and "not found in storage" in text:
         explained = (
-            "the model's own selective checkpointing cannot repeat autocast's casts: in the forward pass a weight's cast "
+            "selective checkpointing in the model cannot repeat autocast's casts: in the forward pass a weight's cast "
             "came from autocast's cache, in the recomputation it is made anew. Use torch.autocast(..., "
             "cache_enabled=False), or keep the casts out of what the policy saves"
         )
     if explained is None and MicroBatch in kinds and "more than 1 value per channel" in text:
         explained = (
-            f"a micro-batch holds one sample, and {_named(step, nn.modules.batchnorm._BatchNorm)} needs more than one in "
-            "training: choose a number or size that leaves no rest of one"
+            f"a micro-batch holds one sample, and {_named(step, nn.modules.batchnorm._BatchNorm)} needs more than "
+            "one in training: choose a number or size that leaves no rest of one"
         )
     return said if explained is None else f"{explained} ({said})"
 
@@ -43,16 +43,16 @@ def _of_checkpoint(error: Exception, text: str, step: TrainingStep, strategy: St
     if type(error).__name__ == "CheckpointError":
         shapes = [line.strip() for line in text.splitlines() if "metadata:" in line][:2]
         return (
-            "the recomputation of a checkpointed block did not repeat its forward pass: the block changes its arguments "
-            "or its own state (a cache that grows), or takes decisions by chance or from outside. It cannot be "
-            f"recomputed as it is{'; ' + ', '.join(shapes) if shapes else ''}"
+            "the recomputation of a checkpointed block did not repeat its forward pass: the block changes its "
+            "arguments or its own state (a cache that grows), or takes decisions by chance or from outside. It cannot "
+            f"be recomputed as it is{'; ' + ', '.join(shapes) if shapes else ''}"
         )
     if "modified by an inplace operation" in text:
         edits = _edits_in_place(step)
         who = f" (in place here: {', '.join(edits[:4])})" if edits else ""
         return (
-            "a checkpointed block edits its own input in place, and that input is what checkpointing keeps for the second "
-            f"run{who}: use inplace=False there, or checkpoint other blocks"
+            "a checkpointed block edits its own input in place, and that input is what checkpointing keeps for the "
+            f"second run{who}: use inplace=False there, or checkpoint other blocks"
         )
     if "saved tensor hooks" in text or "saved_tensors_hooks" in text:
         return (

@@ -251,9 +251,9 @@ class Trace:
         """
         running = self._tensor_running if at == "tensor_peak" else self._running
         top: dict[str, int] = {}
-        for tick, nbytes in enumerate(running):
-            phase = self._place(tick).phase
-            top[phase] = max(top.get(phase, 0), nbytes)
+        for operator, (first, end) in zip(self.operators, self._spans, strict=True):
+            phase = operator.place.phase
+            top[phase] = max(top.get(phase, 0), *running[first:end])
         return {phase: top[phase] for phase in PHASES if phase in top}
 
     def alive(self, tick: int) -> tuple[Allocation, ...]:
@@ -267,13 +267,10 @@ class Trace:
         """Memory in use by operator number: for each operator the highest bytes from its start to the next one's
         start; the largest of them is the peak. `category` restricts to one category."""
         running = self._running if category is None else self._sum_over(lambda a: a.category == category)
-        points, start = [], 0
-        for number, operator in enumerate(self.operators):
-            end = len(running) if number == len(self.operators) - 1 else operator.tick
-            nbytes = max(running[start:end], default=running[start - 1])
-            points.append(TimelinePoint(number, operator.place, nbytes, operator.seconds))
-            start = end
-        return points
+        return [
+            TimelinePoint(number, operator.place, max(running[first:end]), operator.seconds)
+            for number, (operator, (first, end)) in enumerate(zip(self.operators, self._spans, strict=True))
+        ]
 
     @cached_property
     def steps(self) -> tuple[Trace, ...]:
@@ -359,6 +356,18 @@ class Trace:
         return self._sum_over(lambda a: a.category not in _NOT_TENSORS)
 
     @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        """For each operator the ticks `first <= tick < end` of its time; where nothing was allocated or released in it,
+        the tick before: the level that it ran at."""
+        spans, start = [], 0
+        for number, operator in enumerate(self.operators):
+            last = number == len(self.operators) - 1
+            end = self._ticks if last else min(operator.tick, self._ticks)
+            spans.append((min(start, end - 1), end))
+            start = end
+        return spans
+
+    @cached_property
     def _operator_ticks(self) -> list[int]:
         return [operator.tick for operator in self.operators]
 
@@ -380,7 +389,12 @@ class Trace:
             return self.peak.tick, False
         if at == "tensor_peak":
             return self.tensor_peak.tick, True
-        inside = [(nbytes, -tick) for tick, nbytes in enumerate(self._running) if self._place(tick).phase == at]
+        spans = [
+            range(*span)
+            for operator, span in zip(self.operators, self._spans, strict=True)
+            if operator.place.phase == at
+        ]
+        inside = [(self._running[tick], -tick) for span in spans for tick in span]
         if not inside:
             ran = ", ".join(f'"{phase}"' for phase in self.by_phase())
             raise MemlabError(f'at={at!r}: choose "peak", "tensor_peak" or a phase that ran: {ran}')

@@ -5,7 +5,7 @@ death, in order. It is a dispatch mode: it sees each operator once, below autogr
 
 Rule 1. A storage is known by its C++ address (`_cdata`) while it lives. The Python object of a storage lives as long
         as the C++ one, so a weak reference's callback fires exactly when the bytes go.
-Rule 2. The record of a storage holds no tensor.
+Rule 2. The record of a storage is that weak reference; it holds no tensor.
 Rule 3. View operators make no storage and are passed through untouched: they are half of all calls.
 Rule 4. With `marks` every operator leaves a marker among the allocator's events when it ends, and so does whatever
         happens outside an operator; marker k belongs to `mark_of[k]`.
@@ -27,8 +27,7 @@ from .modes import LightMode
 
 
 class Storage(weakref.ref[torch.UntypedStorage]):
-    """One storage's record, and the weak reference to it (Rule 1). `operator` is the number of the operator that made
-    it (-1: older than the recording)."""
+    """One storage's record. `operator` is the number of the operator that made it (-1: older than the recording)."""
 
     __slots__ = (
         "address",
@@ -205,7 +204,7 @@ class Tracker(LightMode):
 def _obituary(
     known: dict[int, Storage], log: list[int], mark_of: list[tuple[str, int]] | None
 ) -> Callable[[Storage], None]:
-    """What is done when a storage goes. No method: the records would keep the tracker alive, and it keeps them."""
+    """What is done when a storage goes. No method, or records and tracker would keep each other alive."""
 
     def gone(record: Storage) -> None:
         if known.get(record.address) is not record:
@@ -227,7 +226,7 @@ _Writes = tuple[tuple[int, str], ...]  # position and name of each argument that
 
 
 class _Operator(NamedTuple):
-    """What there is to know of an operator; `makes` is False where its results are what it writes into, or no tensors."""
+    """What a schema says: the kind of operator, what it writes into, and whether any of its results is a new tensor."""
 
     function: Any  # held, so that its `id` is not used again
     kind: int
@@ -242,7 +241,7 @@ def _operator(func: Any) -> _Operator:
     kind, writes = _kind(func), _written_by(func)
     results = [result for result in func._schema.returns if "Tensor" in str(result.type)]
     makes = any(result.alias_info is None or not result.alias_info.is_write for result in results)
-    if kind == _PLAIN and results and not makes:  # in place: what it writes into is what it returns
+    if kind == _PLAIN and not makes and len(results) == len(writes):  # in place: it returns all that it writes into
         writes = ()
     known = _OPERATORS[id(func)] = _Operator(func, kind, writes, makes)
     return known

@@ -112,7 +112,7 @@ def test_a_folder_that_may_not_be_written_is_told_before_anything_runs(run, tmp_
 
 
 @pytest.mark.parametrize(
-    "arguments", [["mine.py:step", "--repeats", "few"], ["gpt", "--batch", "0"], ["gpt", "--batch", "-1"], ["--what"]]
+    "arguments", [["mine.py:step", "--repeats", "few"], ["gpt", "--batch", "0"], ["gpt", "--batch", "-1"]]
 )
 def test_wrong_words_are_status_2_with_the_usage(run, arguments):
     status, _, err = run(*arguments)

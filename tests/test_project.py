@@ -153,6 +153,7 @@ ORDER = [
     "limit",
     "measure",
     "flops",
+    "outcome",
     "proof",
     "reasons",
     "progress",
