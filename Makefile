@@ -7,6 +7,9 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 
+# Threads that wait for work sleep: spinning, they take the cores from each other where tests run side by side.
+export OMP_WAIT_POLICY := passive
+
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt

@@ -34,6 +34,7 @@ STRATEGIES = (
     "optimizer-in-backward",
     "checkpoint + micro-batch(4)",
     "checkpoint + bf16",
+    "checkpoint + optimizer-in-backward",
     "checkpoint + micro-batch(4) + bf16",
 )
 

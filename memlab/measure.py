@@ -44,8 +44,8 @@ class Stage:
         step = self.step
         if step.device.type == "meta":
             raise MemlabError(
-                "the model is on the meta device, which holds shapes and no numbers: build it on a device that computes, "
-                "or move it there with model.to_empty(device='cpu') and initialise it"
+                "the model is on the meta device, which holds shapes and no numbers: build it on a device that "
+                "computes, or move it there with model.to_empty(device='cpu') and initialise it"
             )
         self._users = step.snapshot()
         try:
@@ -81,6 +81,11 @@ class Stage:
                     self._start.restore()
                     if not runner.skipped:
                         break
+                if runner.skipped:
+                    runner.notes.append(
+                        f"{_MOST_WARM_UPS} steps in a row were skipped, their scaled gradients overflowed: no update "
+                        "happens, and the optimizer's memory is not that of a training run"
+                    )
                 yield runner
         finally:
             self._start.restore()
@@ -152,6 +157,7 @@ def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: 
         if compiled := compiled_modules(step):
             notes.append(f"{', '.join(compiled)} runs compiled and is measured so, as one unit")
             absent.append("single operators and modules inside compiled code")
+        notes += own_checkpointing(step)
         return recorder.trace(strategy=strategy.label(step), notes=notes, absent=absent)
 
 
@@ -162,6 +168,20 @@ def compiled_modules(step: TrainingStep) -> list[str]:
         for module in step.model.modules()
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
     ]
+
+
+def own_checkpointing(step: TrainingStep) -> list[str]:
+    """A note where the model checkpoints by itself, as Hugging Face's models do when told to."""
+    switched = [module for module in step.model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    if not switched:
+        return []
+    where = ", ".join(dict.fromkeys(type(module).__name__ for module in switched))
+    if not any(module.training for module in switched):
+        return [
+            f"the model's own gradient checkpointing ({where}) is on but without effect: the model is in eval mode, "
+            "and it checkpoints in training only. Call model.train()"
+        ]
+    return [f"the model's own gradient checkpointing ({where}) is on: what is measured has it"]
 
 
 def refuse(allocator: bool) -> None:

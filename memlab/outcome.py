@@ -7,6 +7,8 @@ mean, so that steps which draw in another order can be compared.
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from .clock import clean_name, unwrapped
 from .flops import FlopCounter
 from .measure import Stage, refuse_nan
 from .modes import LightMode
+from .step import TrainingStep
 from .strategies import Strategy
 
 
@@ -29,7 +32,9 @@ class Outcome:
     gradients: dict[str, torch.Tensor | None]
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    drew_random: bool
+    drew_random: bool  # from torch's generators
+    drew_outside: bool  # from numpy's or Python's, which checkpointing does not restore
+    still: float  # share of the elements with a gradient that the update did not change
     lowest: torch.dtype | None = None  # lowest floating type an operator computed in
     flops: int = 0
 
@@ -45,7 +50,8 @@ def run_once(stage: Stage, strategy: Strategy, *, mean: bool = False) -> Outcome
 
     flops, precision = FlopCounter(), _LowestPrecision()
     with stage.applied(strategy) as runner, flops, precision, _Means() if mean else contextlib.nullcontext():
-        before = _random_states(step.device)
+        before, outside = _random_states(step.device), _outside_states()
+        start = {name: parameter.detach().clone() for name, parameter in step.named_parameters()}
         runner.run(catch=catch)
         drew = any(not torch.equal(a, b) for a, b in zip(before, _random_states(step.device), strict=True))
         refuse_nan(runner)
@@ -56,6 +62,8 @@ def run_once(stage: Stage, strategy: Strategy, *, mean: bool = False) -> Outcome
             parameters={name: _host(parameter) for name, parameter in step.named_parameters()},
             buffers={clean_name(name): _host(buffer) for name, buffer in root.named_buffers()},
             drew_random=drew,
+            drew_outside=outside != _outside_states(),
+            still=_still(step, start, gradients),
             lowest=precision.lowest,
             flops=flops.total,
         )
@@ -74,6 +82,22 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return states
+
+
+def _outside_states() -> tuple[str, str]:
+    numpy = sys.modules.get("numpy")
+    return repr(random.getstate()), "" if numpy is None else repr(numpy.random.get_state())
+
+
+def _still(step: TrainingStep, start: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor | None]) -> float:
+    stayed = due = 0
+    for name, parameter in step.named_parameters():
+        gradient = gradients.get(name)
+        if gradient is not None and gradient.shape == parameter.shape:
+            has = gradient != 0
+            due += int(has.sum())
+            stayed += int((has & (parameter.detach() == start[name]).to("cpu")).sum())
+    return stayed / due if due and step.optimizer is not None else 0.0
 
 
 class _LowestPrecision(LightMode):

@@ -36,6 +36,7 @@ from .errors import MemlabError
 from .measure import Stage
 from .modes import unseen
 from .outcome import Outcome, run_once
+from .step import TrainingStep
 from .strategies import Baseline, LowPrecision, MicroBatch, MixedPrecision, Strategy
 
 TOLERANCE = 1e-9
@@ -89,6 +90,8 @@ class Prover:
     @unseen()
     def _run_plain(self, stack: contextlib.ExitStack) -> None:
         self._own = run_once(self.stage, Baseline())
+        if self._own.gradients and all(gradient is None for gradient in self._own.gradients.values()):
+            raise MemlabError("no parameter gets a gradient: does loss_fn use the model that it is given?")
         try:
             exact = stack.enter_context(Stage(self.stage.step.copy(torch.float64), steady=False))
             truth = run_once(exact, Baseline())
@@ -107,54 +110,66 @@ class Prover:
     def verdict(self, strategy: Strategy) -> Verdict:
         """Run the strategy and compare."""
         own = run_once(self.stage, strategy)
-        notes: list[str] = []
-        if self._exact is not None:
-            proof, tolerance = "float64", TOLERANCE
-            stage, exact_strategy = self._exact, _without(strategy, LowPrecision)
-        else:
-            proof, tolerance = "same precision", self._rounding(self._own.lowest)
-            stage, exact_strategy = self.stage, _without(strategy, LowPrecision, MixedPrecision)
-            why = self._why_not_exact
-            notes.append(f"compared in the model's own precision, since a float64 copy cannot run ({why})")
-        outcome = self._truth if exact_strategy == Baseline() else run_once(stage, exact_strategy)
-        found = difference(outcome, self._truth)
-        if not found.within(tolerance) and self._truth.drew_random and found.gradient > tolerance:
-            calm = difference(run_once(stage, exact_strategy, mean=True), self._mean_truth)
-            if calm.gradient <= tolerance or calm.gradient < found.gradient / 1e3:
-                notes.append(
-                    "random layers (dropout) draw other masks here than in the plain step "
-                    f"(gradients {found.gradient:.1g} apart); with each draw replaced by its mean they agree"
-                )
-                found = calm
-        low = self._truth.lowest
-        if not found.within(tolerance) and proof == "float64" and low not in (None, torch.float64):
-            rounding = self._rounding(low)
-            if found.within(rounding):
-                proof, tolerance = "same precision", rounding
-                name = str(low).removeprefix("torch.")
-                notes.append(f"compared within the rounding of {name}, in which parts of the model compute")
+        error = self._error(strategy, own)
+        lowered = any(isinstance(part, LowPrecision) for part in strategy.parts)
+        notes = self._about_low_precision(own) if lowered else []
+        provable = _without(strategy, LowPrecision) if self._exact else _without(strategy, LowPrecision, MixedPrecision)
+        if provable == Baseline() != strategy:  # Rule 1: nothing is left to compare
+            return Verdict(None, "none", gradient_error=error, flops=own.flops, notes=tuple(notes))
+        found, proof, tolerance, remarks = self._compared(provable)
+        notes += remarks
         equivalent: bool | None = found.within(tolerance)
         if equivalent and tolerance > _COARSE and not found.within(TOLERANCE):
             equivalent = None
             notes.append(f"not proven: such coarse rounding hides differences up to {tolerance:.0%}")
-        if equivalent and any(isinstance(part, LowPrecision) for part in strategy.parts):
-            equivalent = None  # Rule 1: what rounds the parameters themselves was left out
-            notes.append(
-                "low precision is left out of the float64 proof: it rounds parameters, gradients and optimizer state, "
-                "and small updates can vanish; the gradient error says how far gradients are off"
-            )
-        if equivalent is False:
-            notes += why_different(self.stage.step, strategy, found, tolerance)
+        elif equivalent and lowered:
+            equivalent = None
+        elif not equivalent:
+            notes += why_different(self.stage.step, strategy, found, tolerance, self._own.drew_outside)
         return Verdict(
             equivalent=equivalent,
             proof=proof,
             loss_difference=found.loss,
             gradient_difference=found.gradient,
-            gradient_error=self._error(strategy, own),
+            gradient_error=error,
             buffer_differences=found.buffers,
             flops=own.flops,
             notes=tuple(notes),
         )
+
+    def _compared(self, strategy: Strategy) -> tuple[_Difference, str, float, list[str]]:
+        """How far the strategy's step is from the plain one, the proof's name, what counts as the same, remarks."""
+        proof, tolerance, remarks = "float64", TOLERANCE, []
+        if self._exact is None:
+            proof, tolerance = "same precision", self._rounding(self._own.lowest)
+            why = self._why_not_exact
+            remarks.append(f"compared in the model's own precision, since a float64 copy cannot run ({why})")
+        stage = self._exact or self.stage
+        found = difference(self._truth if strategy == Baseline() else run_once(stage, strategy), self._truth)
+        if self._truth.drew_random and not found.gradient <= tolerance:  # Rule 5
+            calm = difference(run_once(stage, strategy, mean=True), self._mean_truth)
+            if calm.gradient <= tolerance or calm.gradient < found.gradient / 1e3:
+                remarks.append(
+                    "random layers (dropout) draw other masks here than in the plain step "
+                    f"(gradients {found.gradient:.1g} apart); with each draw replaced by its mean they agree"
+                )
+                found = calm
+        low = self._truth.lowest
+        if proof == "float64" and low not in (None, torch.float64) and not found.within(tolerance):  # Rule 4
+            rounding = self._rounding(low)
+            if found.within(rounding):
+                proof, tolerance = "same precision", rounding
+                name = str(low).removeprefix("torch.")
+                remarks.append(f"compared within the rounding of {name}, in which parts of the model compute")
+        return found, proof, tolerance, remarks
+
+    def _about_low_precision(self, own: Outcome) -> list[str]:
+        return [
+            "low precision is left out of the float64 proof: it rounds parameters, gradients and optimizer state, and "
+            "small updates can vanish; the gradient error says how far gradients are off",
+            f"{own.still:.0%} of the weights that have a gradient did not move in this step (plain step: "
+            f"{self._own.still:.0%})",
+        ]
 
     def plain_flops(self) -> int:
         return self._own.flops
@@ -232,7 +247,9 @@ def _apart(found: torch.Tensor, reference: torch.Tensor, floor: float = 0.0) -> 
 # -- why ---------------------------------------------------------------------------------------------------------------
 
 
-def why_different(step: Any, strategy: Strategy, found: _Difference, tolerance: float) -> list[str]:
+def why_different(
+    step: TrainingStep, strategy: Strategy, found: _Difference, tolerance: float, drew_outside: bool
+) -> list[str]:
     """Sentences that name the cause of a difference, as far as the step shows it."""
     notes = []
     norms = _batch_norms(step.model)
@@ -256,12 +273,18 @@ def why_different(step: Any, strategy: Strategy, found: _Difference, tolerance: 
     if math.isinf(found.gradient):
         amount = "a parameter gets a gradient in one step and none in the other"
     notes.append(f"gradients differ ({amount}; most in {found.worst})")
-    if not micro:
+    if drew_outside:
+        notes.append(
+            "the forward pass draws random numbers from numpy or Python's random: they are not restored for a "
+            "recomputation, and micro-batches draw others. Draw from torch instead"
+        )
+    elif not micro:
         notes.append(
             "recomputation did not repeat the forward pass: randomness outside torch, or state that it changes"
         )
     elif norms:
-        notes.append(f"{_listed(norms)}: BatchNorm normalises over each micro-batch, not over the batch")
+        whose = "" if found.buffers else f"{_listed(norms)}: "
+        notes.append(f"{whose}BatchNorm normalises over each micro-batch, not over the batch")
     elif step.weight is None and step.reduction == "mean" and _has_ignored_targets(step.batch):
         notes.append(
             "the batch has targets of -100, which cross-entropy leaves out: micro-batches hold unequal numbers of loss "
