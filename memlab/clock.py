@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import warnings
 import weakref
 from bisect import bisect_right
@@ -78,6 +79,7 @@ class Clock:
         self._source_lines: list[str | None] = [None]
         self._handles: list[Any] = []
         self._filter: Any = None
+        self._thread = threading.get_ident()
         self.on_new_root: Any = None
         self.before_optimizer: Any = None
         self.after_optimizer: Any = None
@@ -150,10 +152,16 @@ class Clock:
         self._modules.append(name)
 
     def _module_begins(self, module: nn.Module, inputs: Any) -> None:
-        self.enter(module)
+        if self._is_followed():
+            self.enter(module)
 
     def _module_ends(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.leave()
+        if self._is_followed():
+            self.leave()
+
+    def _is_followed(self) -> bool:
+        """Whether this is the thread that is recorded, or one of the engine's; hooks hear of all."""
+        return threading.get_ident() == self._thread or _graph_task() != -1
 
     def module_of(self, sequence: int) -> str:
         """The module that made the node with that sequence number ("" for none)."""
@@ -166,12 +174,16 @@ class Clock:
     # -- phases --------------------------------------------------------------------------------------------------
 
     def _optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._is_followed():
+            return
         self.optimizing += 1
         self._optimizer_depth = len(self._stack)
         if self.before_optimizer is not None:
             self.before_optimizer(optimizer)
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._is_followed():
+            return
         if self.after_optimizer is not None:
             self.after_optimizer(optimizer)
         self.optimizing = max(self.optimizing - 1, 0)

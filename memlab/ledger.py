@@ -75,7 +75,7 @@ def walk(roots: Iterable[torch.Tensor]) -> Graph:
         kind = type(node)
         names = slots.get(kind)
         if names is None:
-            names = slots[kind] = [name for name in dir(kind) if name.startswith(_PREFIX)]
+            names = slots[kind] = sorted(n for base in kind.__mro__ for n in vars(base) if n.startswith(_PREFIX))
         if names:
             entries += _saved_by(node, names, frames)
         elif hasattr(node, "variable"):

@@ -14,6 +14,7 @@ Rule 4. When the error leaves the block, what the block made is let go: frames, 
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
@@ -117,14 +118,14 @@ class limit(record):  # a lower-case class: used like a function, as torch.no_gr
         recorder = self._recorder
         assert recorder is not None
         if recorder.tracker.over():
-            self._give_up(recorder)
+            self._give_up(recorder, late=False)
         return trace
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         recorder = self._recorder
         assert recorder is not None
         if kind is None and recorder.tracker.over():  # Rule 2
-            self._give_up(recorder)
+            self._give_up(recorder, late=True)
         try:
             if isinstance(error, torch.OutOfMemoryError):
                 release.frames(error, tb)
@@ -132,9 +133,9 @@ class limit(record):  # a lower-case class: used like a function, as torch.no_gr
         finally:
             super().__exit__(kind, error, tb)
 
-    def _give_up(self, recorder: _Limited) -> None:
+    def _give_up(self, recorder: _Limited, late: bool) -> None:
         """Raise outside any operator."""
-        error = recorder.exceeded()
+        error = recorder.exceeded(late=late)
         try:
             self.__exit__(OutOfMemoryError, error, None)
             raise error
@@ -154,12 +155,14 @@ class _LimitedTracker(Tracker):
         self._peak = 0
         self._read = 0  # entries of the log
         self._told = False
+        self.first = 0  # the operator before which use was last known to be within the budget again (Rule 3)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_unseen():
             return func(*args, **(kwargs or {}))
+        number = len(self.operators)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._read < len(self.log) and self.over():
+        if number < len(self.operators) and self.over():
             raise self._exceeded()
         return out
 
@@ -167,28 +170,30 @@ class _LimitedTracker(Tracker):
         return [] if is_unseen() else super().meet(tensor, number)
 
     def over(self) -> bool:
-        """Whether the peak went over the budget since the last time that this was answered with yes (Rule 3)."""
-        self._read_on()
-        if self._told and self._in_use <= self._budget:
-            self._told, self._peak = False, self._in_use
-        over = self._peak > self._budget and not self._told
-        self._told |= over
-        return over
-
-    def _read_on(self) -> None:
+        """Whether the peak is over the budget, and this has not yet been told (Rule 3)."""
         end = len(self.log)
-        for entry in self.log[self._read : end]:
+        for position in range(self._read, end):
+            entry = self.log[position]
             storage = self.storages[abs(entry) - 1]
             if storage.role == "workspace" or storage.device != self._device:  # Rule 1
                 continue
             if entry < 0:
                 self._in_use -= storage.nbytes
+                self._fallen(position)
                 continue
             self._in_use += storage.nbytes
             if storage.operator < 0:  # Rule 2
                 self._peak += storage.nbytes
             self._peak = max(self._peak, self._in_use)
         self._read = end
+        over = self._peak > self._budget and not self._told
+        self._told |= over
+        return over
+
+    def _fallen(self, position: int) -> None:
+        if self._told and self._in_use <= self._budget:
+            self._told, self._peak = False, self._in_use
+            self.first = bisect_right(self.operators, position, key=lambda row: row[3])
 
 
 class _Limited(Recorder):
@@ -206,7 +211,7 @@ class _Limited(Recorder):
     def _optimizer_begins(self, optimizer: Any) -> None:
         super()._optimizer_begins(optimizer)
         if self.tracker.over():  # by state met only now (Rule 2): before the update begins
-            raise self.exceeded()
+            raise self.exceeded(late=True)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._updating = optimizer, [parameter for parameter in parameters if not optimizer.state.get(parameter)]
 
@@ -216,8 +221,8 @@ class _Limited(Recorder):
 
     # -- the error -----------------------------------------------------------------------------------------------
 
-    def exceeded(self) -> OutOfMemoryError:
-        """The error to raise now."""
+    def exceeded(self, late: bool = False) -> OutOfMemoryError:
+        """The error to raise now; `late` where no operator ends."""
         if torch._C._current_graph_task_id() == -1:  # otherwise the ledger was read when backward began
             roots = release.graph_tensors(self._first_node)
             if roots:
@@ -225,16 +230,16 @@ class _Limited(Recorder):
         self._find_gradients(self._parameters)
         text = format_bytes(self._budget)
         trace = self.trace(notes=[f"a memory limit of {text} was exceeded: the trace covers what ran up to there"])
-        if torch.is_grad_enabled():
-            trace = _expecting(trace)
+        if self.tracker.first:
+            trace = trace._window(self.tracker.first, len(trace.operators))
         peak = trace.tensor_peak
         number = next((a.operator_number for a in peak.allocations if a.born == peak.tick), -1)
         requested = sum(a.nbytes for a in peak.allocations if a.operator_number == number >= 0)
-        late = number != len(trace.operators) - 1
+        late = late or number != len(trace.operators) - 1
         message = [
             f"Out of a memory limit of {text}: {self._what_happened(peak, requested, late)}",
             *_holders(a for a in peak.allocations if not a.operator_number == number >= 0),
-            *_bounds(trace),
+            *_bounds(_expecting(trace) if torch.is_grad_enabled() else trace),
             *self._what_stays(),
         ]
         return OutOfMemoryError("\n".join(message), trace, self._budget, requested)
@@ -286,23 +291,6 @@ class _Limited(Recorder):
         release.graphs(self._first_node)
 
 
-def _expecting(trace: Trace) -> Trace:
-    """The trace with what autograd may be about to save counted as saved, or a bound on it would be too low: what a
-    forward pass's last operator made, or a region that is being recomputed."""
-    phases = [operator.place.phase for operator in trace.operators]
-    first = len(phases)
-    if phases[-1:] == ["forward"]:
-        first -= 1
-    while first and phases[first - 1] == "recompute":
-        first -= 1
-
-    def expected(a: Allocation) -> bool:
-        return a.operator_number >= first and a.freed is None and a.category == "temporaries"
-
-    allocations = (replace(a, category="activations") if expected(a) else a for a in trace.allocations)
-    return replace(trace, allocations=tuple(allocations))
-
-
 def _holders(allocations: Iterable[Allocation]) -> Iterator[str]:
     """The largest, by parameter or module, a line each."""
     sums: dict[str, int] = {}
@@ -315,6 +303,18 @@ def _holders(allocations: Iterable[Allocation]) -> Iterator[str]:
         yield "Largest holders of what was in use:"
     for holder, nbytes in largest:
         yield f"- {holder}: {format_bytes(nbytes)}"
+
+
+def _expecting(trace: Trace) -> Trace:
+    """The trace with all that is alive in a forward pass or a recomputation counted as saved: autograd may be about to
+    save it, and no bound must be too low."""
+    if not trace.operators or trace.operators[-1].place.phase not in ("forward", "recompute"):
+        return trace
+    allocations = (
+        replace(a, category="activations") if a.category == "temporaries" and a.freed is None else a
+        for a in trace.allocations
+    )
+    return replace(trace, allocations=tuple(allocations))
 
 
 def _bounds(trace: Trace) -> Iterator[str]:

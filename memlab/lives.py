@@ -33,7 +33,8 @@ class Lives:
 
     born, freed:    ticks (`freed` has no entry for what never died)
     rounding:       bytes that the storage's block has above the storage's own
-    foreign:        storages whose memory the allocator did not give (numpy's, a file's)
+    foreign:        storages that have no memory of their own: the allocator did not give it (numpy's, a file's), or it
+                    is counted as that of the sum which takes a gradient's place
     workspace:      blocks that no storage names
     operator_ticks: the first tick after each operator
     """
@@ -55,6 +56,7 @@ def by_log(tracker: Tracker) -> Lives:
             lives.freed[storage.number] = storage.died + 1
     allocates = [entry > 0 for entry in tracker.log]
     lives.operator_ticks = _until_next_allocation([row[3] + 1 for row in tracker.operators], allocates)
+    _continue(lives, tracker, allocates)
     return lives
 
 
@@ -96,6 +98,7 @@ def joined(tracker: Tracker, events: Sequence[Event]) -> Lives:
                 allocates.append(False)
     lives.operator_ticks = _until_next_allocation(ends, allocates)
     _fill(lives, blocks, tracker.storages)
+    _continue(lives, tracker, allocates)
     return lives
 
 
@@ -121,6 +124,17 @@ def _fill(lives: Lives, blocks: list[Block], storages: list[Storage]) -> None:
             lives.born[storage.number] = 0
             if storage.operator >= 0:
                 lives.foreign.add(storage.number)
+
+
+def _continue(lives: Lives, tracker: Tracker, allocates: list[bool]) -> None:
+    """Have sums that the engine would have put in a gradient's place (see `accumulation.py`) live there from the
+    gradient's birth on. Only where the gradient did go at once, with nothing allocated in between."""
+    for first, total in tracker.continued.items():
+        gone, born = lives.freed.get(first), lives.born[total]
+        if gone is not None and gone > born and not any(allocates[born : gone - 1]):
+            lives.born[total] = lives.born[first]
+            lives.foreign.add(first)
+            tracker.storages[total].operator = tracker.storages[first].operator
 
 
 def _until_next_allocation(ends: list[int], allocates: list[bool]) -> list[int]:

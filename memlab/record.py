@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from . import allocator as allocator_
 from . import ledger, nest
+from .accumulation import uses_by_engine
 from .assemble import Recorded, Saved, assembled
 from .clock import Clock, clean_name, unwrapped
 from .errors import MemlabError
@@ -57,7 +59,8 @@ class record:  # a lower-case class: used like a function, as torch.no_grad is
     sources:    also note the line of your code behind each allocation (slower)
 
     The trace is complete when the block ends, also by an exception, and says so if it is read before. With several
-    optimizer steps in the block, `trace.steps` has one trace each. Raises `MemlabError` under
+    optimizer steps in the block, `trace.steps` has one trace each (optimizers that step with no backward between them
+    make one step). Call a compiled module once before: compiled within, it stays in pieces. Raises `MemlabError` under
     `torch.inference_mode`, and with `allocator=True` inside a running profiler.
     """
 
@@ -147,6 +150,7 @@ class Recorder:
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str, str]] = {}
         self._saved: list[Saved] = []
         self._opaque: set[str] = set()
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state has been found once
         self._entered = 0
         self._backward_since_step = False
         self._stepped_in_backward = False
@@ -178,6 +182,7 @@ class Recorder:
             if self._listener is not None:
                 self._listener.start()
                 self._undo.callback(self._stop_listening)
+            uses_by_engine()
             self._prepare()
             self.clock.start()
             self._undo.callback(self.clock.stop)
@@ -229,13 +234,13 @@ class Recorder:
                 if parameter is not None:
                     self._parameter(parameter, prefix + name, owner)
             for name, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and not is_lazy(buffer):
                     self._give(buffer, "buffers", prefix + name, owner)
 
     def _parameter(self, parameter: torch.Tensor, name: str = "", owner: str = "") -> None:
         known = self._parameters.get(id(parameter))
         new = known is None or known[0]() is not parameter  # ids are used again
-        if new and not isinstance(parameter, nn.UninitializedParameter):
+        if new and not is_lazy(parameter):
             self._parameters[id(parameter)] = weakref.ref(parameter), name, owner
             self._give(parameter, "parameters", name, owner)
             if parameter.grad is not None:
@@ -298,10 +303,12 @@ class Recorder:
         self._entered += 1
 
     def _optimizer_begins(self, optimizer: Any) -> None:
-        self._find_state(optimizer)
+        if optimizer not in self._optimizers:
+            self._find_state(optimizer)
         self._find_gradients([id(p) for group in optimizer.param_groups for p in group["params"]])
 
     def _find_state(self, optimizer: Any) -> None:
+        self._optimizers.add(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._parameter(parameter)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import allocator
+from .accumulation import would_be_in_place
 from .clock import Clock
 from .modes import LightMode
 
@@ -79,6 +80,7 @@ class Tracker(LightMode):
         self.log: list[int] = []
         self.operators: list[tuple[Any, tuple[int, str | int, str | None], int, int]] = []
         self.mark_of: list[tuple[str, int]] = []  # ("operator", number) | ("met" | "died", storage number)
+        self.continued: dict[int, int] = {}  # number of a gradient -> of the sum that alone would have overwritten it
         self._known: dict[int, Storage] = {}
         self._gone = _obituary(self._known, self.log, self.mark_of if marks else None)
 
@@ -94,7 +96,7 @@ class Tracker(LightMode):
             return out
         number = len(self.operators)
         before = len(self.storages)
-        if _is_plain(out):
+        if type(out) in _DENSE and out.layout is _STRIDED and not out.is_nested:  # nearly always
             storage = out.untyped_storage()
             if storage._cdata not in self._known:
                 if makes:
@@ -121,6 +123,11 @@ class Tracker(LightMode):
         elif kind == _RESIZE:
             for tensor in written:
                 self._check_size(tensor, number)
+        elif kind == _ADD:
+            if len(self.storages) > before and would_be_in_place(args[0]):
+                first = self.find(args[0])
+                if first is not None and first.nbytes == self.storages[before].nbytes:
+                    self.continued[first.number] = before
         elif kind == _LIBRARY:
             for storage in self.storages[before:]:
                 if storage.dtype == torch.uint8:
@@ -221,7 +228,7 @@ def _obituary(
 
 # -- kinds of operators ------------------------------------------------------------------------------------------------
 
-_PLAIN, _VIEW, _CAST, _RESIZE, _LIBRARY = range(5)
+_PLAIN, _VIEW, _CAST, _RESIZE, _LIBRARY, _ADD = range(6)
 _Writes = tuple[tuple[int, str], ...]  # position and name of each argument that an operator writes into
 
 
@@ -248,6 +255,8 @@ def _operator(func: Any) -> _Operator:
 
 
 def _kind(func: Any) -> int:
+    if func is torch.ops.aten.add.Tensor:
+        return _ADD
     name = func.name().removeprefix("aten::").partition(".")[0]
     if name in ("_to_copy", "to"):
         return _CAST
@@ -275,7 +284,7 @@ def _given(writes: _Writes, args: Any, kwargs: Any) -> list[torch.Tensor]:
 # -- tensors of every kind ---------------------------------------------------------------------------------------------
 
 _functorch: Any = torch._C._functorch
-_DENSE = {torch.Tensor, torch.nn.Parameter}
+_DENSE, _STRIDED = {torch.Tensor, torch.nn.Parameter}, torch.strided
 
 
 def _is_plain(value: Any) -> bool:

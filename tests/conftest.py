@@ -1,5 +1,6 @@
 """What every test shares: a known random stream, a fair share of the cores, and reasons for what is skipped."""
 
+import gc
 import os
 import shutil
 
@@ -18,6 +19,12 @@ hypothesis.settings.load_profile("memlab")
 def pytest_configure(config):
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_collection_finish(session):
+    """What is imported by now stays: `memlab.measure` collects garbage, and need not look through all of PyTorch."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

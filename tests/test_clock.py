@@ -1,6 +1,7 @@
 """Phases, micro-batches, modules and source lines of bare code: against what the code below says that it does."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -204,6 +205,28 @@ def test_several_roots_shared_modules_and_modules_made_on_the_way():
     one, two = nn.Sequential(shared, nn.Tanh(), shared), nn.Sequential(Inner())
     trace = _recorded(lambda: two(one(torch.ones(2, 4))))
     assert [place[1] for place in _places(trace)] == ["", "0", "1", "0", "Sequential.0.Softplus"]
+
+
+def test_modules_that_run_in_another_thread_are_not_ours():
+    begun, over = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            begun.set()
+            over.wait(10)
+            return x
+
+    def run():
+        thread = threading.Thread(target=nn.Sequential(Waits(), nn.Linear(4, 4)), args=(torch.ones(2, 4),))
+        thread.start()
+        begun.wait(10)
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh())(torch.ones(2, 4)).sum()
+        over.set()
+        thread.join()
+
+    places = _places(_recorded(run))
+    assert [(module, operator) for _, module, _, operator in places if module] == [("0", "addmm"), ("1", "tanh")]
+    assert "sum" in {operator for _, module, _, operator in places if not module}
 
 
 def test_names_die_with_their_modules():

@@ -47,6 +47,7 @@ def test_rows_hold_what_measuring_finds():
         row.trace.peak_bytes, row.trace.tensor_peak_bytes, row.trace.saved_bytes
     )  # fmt: skip
     assert plain.strategy == memlab.Baseline()
+    assert plain.time_ratio is row.time_ratio is None  # repeats=0
     assert (plain.equivalent, plain.gradient_difference, plain.flops_ratio) == (True, 0.0, 1.0)
 
 

@@ -130,3 +130,70 @@ def _check_names(trace: memlab.Trace, model: nn.Module, optimizer: torch.optim.O
     assert top.get("buffers", 0) == distinct_bytes(model.buffers())
     optimizer_top = trace.by_category("optimizer")
     assert optimizer_top["gradients"] == distinct_bytes(p for p in model.parameters() if p.requires_grad)
+
+
+class Fan(nn.Module):
+    """One tensor that several layers use: its gradients are added up."""
+
+    def __init__(self, width: int = 256, uses: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(nn.Linear(width, 8) for _ in range(uses))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return sum(layer(normed) for layer in self.layers)  # type: ignore[return-value]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.GRU(width, 32, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (Fan, (64, 256)),
+        (SelfAttention, (2, 10, 32)),
+        (Recurrent, (4, 9, 16)),
+        (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (3, 8, 32)),
+    ],
+    ids=["fan", "attention", "gru", "encoder layer"],
+)
+def test_gradients_that_the_engine_adds_in_place_are_counted_so(
+    model: Callable[[], nn.Module], batch: tuple[int, ...]
+) -> None:
+    """Under a dispatch mode the engine adds out of place: one gradient more, which a plain step does not have."""
+    network, inputs = model(), torch.randn(batch)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def loss_fn(network: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return network(inputs).pow(2).mean()  # type: ignore[no-any-return]
+
+    step = memlab.TrainingStep(network, inputs, loss_fn, optimizer)
+    trace, tensors_only = memlab.measure(step), memlab.measure(step, allocator=False)
+
+    def run() -> None:
+        loss = loss_fn(network, inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    run()
+    truth = resident_bytes(network, optimizer, [inputs]) + allocator_peak(run)
+    assert trace.peak_bytes - truth in (0, WRAPPED_SCALAR)
+    assert tensors_only.tensor_peak_bytes == trace.tensor_peak_bytes
+    assert "other" not in trace.by_category()

@@ -141,7 +141,7 @@ def test_the_optimizer_in_backward_never_holds_all_gradients():
     assert largest[memlab.OptimizerInBackward()] == (32 * 32 + 32) * 4  # one layer's weight and bias
 
 
-# -- refusals and the user's errors --------------------------------------------------------------------------------------
+# -- refusals and the user's errors ------------------------------------------------------------------------------------
 
 
 def test_what_is_not_a_step_or_a_strategy():

@@ -138,6 +138,7 @@ ORDER = [
     "allocator",
     "trace",
     "modes",
+    "accumulation",
     "tracker",
     "ledger",
     "nest",

@@ -103,6 +103,14 @@ def test_frozen_parameters_and_parameters_outside_modules():
     assert _at_the_end(trace, "gradients") == 256
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_modules_that_take_their_shape_at_their_first_call(told):
+    model = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d())
+    with memlab.record(*[model][:told]) as trace:
+        model(torch.ones(8, 4)).sum().backward()
+    assert _at_the_end(trace, "parameters") == _at_the_end(trace, "gradients") == distinct_bytes(model.parameters())
+
+
 def test_a_forward_pass_without_gradients_saves_nothing_and_says_what_it_cannot_see():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     with memlab.record(model, batch=torch.ones(4, 8)) as trace, torch.no_grad():

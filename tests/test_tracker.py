@@ -143,7 +143,7 @@ BYTES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:(Sparse CSR|The PyTorch API of nested)")
+@pytest.mark.filterwarnings("ignore:(Sparse [BC]S|The PyTorch API of nested)")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensors_of_every_layout(layout):
     assert distinct_bytes(parts(LAYOUTS[layout]())) == BYTES[layout]

@@ -56,7 +56,7 @@ class Picture(Figure):
 
 
 def png(figure: Figure, dpi: int = 100) -> bytes:
-    """The figure as a PNG file's content, with 64 colours: as good to the eye, and a third of the bytes in a notebook."""
+    """The figure as a PNG file's content, in 64 colours: as good to the eye, a third of the bytes in a notebook."""
     from PIL import Image  # matplotlib needs it and brings it
 
     drawn, small = io.BytesIO(), io.BytesIO()
