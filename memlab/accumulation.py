@@ -58,6 +58,6 @@ def uses_by_engine() -> tuple[int, int] | None:
         used_twice = leaf * 2
         total = (used_twice * 3).sum() + (used_twice * 4).sum()
     with Look() as look:
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
     counts: tuple[int, int] | None = look.counts
     return counts

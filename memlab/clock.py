@@ -220,7 +220,8 @@ class Clock:
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's module inside `torch.compile`'s or a data-parallel wrapper."""
     wrapper = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
-    inner = module._modules.get(wrapper.get(type(module).__name__, ""))
+    name = wrapper.get(type(module).__name__)
+    inner = None if name is None else module._modules.get(name)
     return module if inner is None else unwrapped(inner)
 
 

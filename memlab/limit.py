@@ -223,10 +223,10 @@ class _Limited(Recorder):
 
     def exceeded(self, late: bool = False) -> OutOfMemoryError:
         """The error to raise now; `late` where no operator ends."""
-        if torch._C._current_graph_task_id() == -1:  # otherwise the ledger was read when backward began
-            roots = release.graph_tensors(self._first_node)
-            if roots:
-                self._read_ledger(roots)
+        in_backward = torch._C._current_graph_task_id() != -1  # then the ledger was read when it began
+        roots = [] if in_backward else release.graph_tensors(self._first_node)
+        if roots:
+            self._read_ledger(roots)
         self._find_gradients(self._parameters)
         text = format_bytes(self._budget)
         trace = self.trace(notes=[f"a memory limit of {text} was exceeded: the trace covers what ran up to there"])
@@ -239,7 +239,7 @@ class _Limited(Recorder):
         message = [
             f"Out of a memory limit of {text}: {self._what_happened(peak, requested, late)}",
             *_holders(a for a in peak.allocations if not a.operator_number == number >= 0),
-            *_bounds(_expecting(trace) if torch.is_grad_enabled() else trace),
+            *_bounds(_expecting(trace) if torch.is_grad_enabled() and (roots or in_backward) else trace),
             *self._what_stays(),
         ]
         return OutOfMemoryError("\n".join(message), trace, self._budget, requested)

