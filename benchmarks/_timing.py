@@ -48,6 +48,10 @@ class Timing:
         first, _, third = statistics.quantiles(self.seconds)
         return (third - first) / self.median
 
+    @property
+    def summary(self) -> dict[str, float]:
+        return {"rounds": len(self.seconds), "median": self.median, "least": self.least, "spread": self.spread}
+
 
 def interleaved(contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
     """Each contender's timing over `repeats` rounds, after one round that is not counted (Rules 1 to 3)."""

@@ -20,7 +20,7 @@ from .measure import measure
 from .record import record
 from .step import TrainingStep
 from .strategies import Baseline, Checkpoint, LowPrecision, MicroBatch, MixedPrecision, OptimizerInBackward
-from .trace import Allocation, SavedTensor, Trace
+from .trace import Allocation, Growth, SavedTensor, Trace
 from .views.files import load
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "Baseline",
     "Checkpoint",
     "Comparison",
+    "Growth",
     "LowPrecision",
     "MemlabError",
     "MicroBatch",
@@ -46,3 +47,10 @@ __all__ = [
     "measure",
     "record",
 ]
+
+
+def load_ipython_extension(shell):  # type: ignore[no-untyped-def]
+    """`%load_ext memlab`: from here on, a cell that begins with `%%memlab` is recorded."""
+    from .notebook.magic import MemlabMagics
+
+    shell.register_magics(MemlabMagics)

@@ -24,8 +24,10 @@ from . import ledger
 from .allocator import Event
 from .clock import FORWARD, OPTIMIZER, RECOMPUTE, Clock
 from .lives import Lives, by_log, joined
-from .trace import PHASES, Allocation, Operator, Place, SavedTensor, Trace
+from .trace import PHASES, Allocation, Growth, Operator, Place, SavedTensor, Trace
 from .tracker import Storage, Tracker
+
+_NUMBER = 16  # bytes: `x / 2` wraps the 2 as a tensor in C++, which no operator makes; a loss scaler counts in such
 
 _place = functools.lru_cache(maxsize=4096)(Place)  # many operators run in one place, and one object serves them all
 
@@ -53,6 +55,7 @@ class Recorded:
     events: list[Event] | None
     saved: list[Saved]
     opaque: set[str]
+    growth: tuple[Growth, ...]
     start_ns: int
     reserved: int
 
@@ -85,6 +88,7 @@ def assembled(
         notes=tuple(notes),
         provenance=_provenance(recorded),
         step_ends=tuple(recorded.clock.step_ends),
+        growth=recorded.growth,
     )
 
 
@@ -98,8 +102,7 @@ def _places(recorded: Recorded) -> list[Place]:
             passes += 1
         while step < len(step_ends) and step_ends[step] <= number:
             step, first_pass = step + 1, passes
-        if isinstance(module, int):
-            source, module = clock.source_of(module), clock.module_of(module)
+        module, source = clock.resolved(module, source)
         if phase == FORWARD and not module and _prepares_update(passes, first_pass, backward_ends, step_ends[step:]):
             phase = OPTIMIZER
         micro_batch = 0 if phase == OPTIMIZER else passes - first_pass
@@ -111,6 +114,11 @@ def _prepares_update(passes: int, first_pass: int, backward_ends: list[int], ste
     """Whether the last of a step's backward passes is over and its optimizer still to come (Rule 4)."""
     following = backward_ends[passes] if passes < len(backward_ends) else math.inf
     return bool(step_ends) and passes > first_pass and following > step_ends[0]
+
+
+def is_number(storage: Storage) -> bool:
+    """Whether a storage that is nobody's is one number, wrapped for or kept by a library."""
+    return storage.nbytes <= _NUMBER and not storage.shape
 
 
 # -- roles -------------------------------------------------------------------------------------------------------------
@@ -133,7 +141,9 @@ def _roles(recorded: Recorded, places: list[Place]) -> list[str]:
             return "activations"
         if storage.number in inputs:
             return "checkpoint inputs"
-        return "temporaries" if storage.operator >= 0 else "other"
+        if storage.operator < 0:  # older than the recording, and nobody's that we know
+            return "workspace" if is_number(storage) else "other"
+        return "temporaries"
 
     return [role(storage) for storage in storages]
 
@@ -179,7 +189,7 @@ def _workspace(lives: Lives, places: list[Place]) -> Iterator[Allocation]:
     for block in lives.workspace:
         place = places[block.operator] if places else Place()
         inside = block.freed is not None and block.freed < lives.operator_ticks[block.operator]
-        category = "workspace" if inside else "other"
+        category = "workspace" if inside or block.nbytes <= _NUMBER else "other"
         yield Allocation(block.nbytes, category, place, block.born, block.freed, block.operator)
 
 

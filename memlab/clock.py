@@ -171,6 +171,10 @@ class Clock:
         """The line of the user's code that made the node with that sequence number, where sources are recorded."""
         return self._source_lines[bisect_right(self._source_sequence, sequence) - 1] if sequence < _LEAF else None
 
+    def resolved(self, module: str | int, source: str | None) -> tuple[str, str | None]:
+        """Module and line that `now` told, also where it told them by a node's number."""
+        return (module, source) if isinstance(module, str) else (self.module_of(module), self.source_of(module))
+
     # -- phases --------------------------------------------------------------------------------------------------
 
     def _optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:

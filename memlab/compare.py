@@ -37,7 +37,7 @@ class Row:
     proof:                "float64", "same precision" or "none"
     loss_difference, gradient_difference: to the plain step, relative, in the proof's precision
     gradient_error:       the gradient in the strategy's own precision against the float64 truth
-    buffer_differences:   names of buffers that end differently
+    buffer_differences:   names of buffers, frozen parameters and other state of modules that end differently
     """
 
     strategy: Strategy

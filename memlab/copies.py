@@ -5,13 +5,16 @@ dtype and on the wanted device, so that a copy in host memory never takes device
 
 1. Twins share storage where the originals are the same view of one storage (tied parameters).
 2. Wrappers (compilation, data-parallel) are left off: the copy is of what they wrap.
-3. A function of the user's is copied with its closure, its defaults and the data and helper functions that it names
+3. A scripted module is stored and loaded by TorchScript, whole.
+4. numpy's floating arrays follow the tensors' dtype: a batch of them is a batch.
+5. A function of the user's is copied with its closure, its defaults and the data and helper functions that it names
    among its globals; what cannot be copied there (an open file) is shared.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import types
 from collections.abc import Hashable
 from typing import Any
@@ -21,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import nest
 from .clock import unwrapped
 from .state import data_globals, helpers, is_foreign, is_optimizer_hooks, walk
 
@@ -32,7 +36,12 @@ def copied(*roots: Any, dtype: torch.dtype, device: torch.device) -> list[Any]:
     memo: Memo = {}
     found = list(walk(*roots))
     tensors = [t for t in found if isinstance(t, torch.Tensor) and not is_lazy(t)]
+    for module in found:
+        if isinstance(module, torch.jit.ScriptModule) and id(module) not in memo:  # the outermost is found first
+            _copy_script(module, memo, dtype, device)
+    tensors = [t for t in tensors if id(t) not in memo]
     _make_twins([t for t in tensors if not is_traceable_wrapper_subclass(t)], memo, dtype, device)
+    _make_array_twins(found, memo, dtype)
     for module in reversed(found):  # a wrapper may hold others, which the walk found later
         if isinstance(module, nn.Module) and unwrapped(module) is not module:
             memo[id(module)] = copy.deepcopy(unwrapped(module), memo)
@@ -56,6 +65,23 @@ def _make_twins(tensors: list[torch.Tensor], memo: Memo, dtype: torch.dtype, dev
         twin.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
         for hook in (tensor._backward_hooks or {}).values():
             twin.register_hook(hook)
+
+
+def _copy_script(module: torch.jit.ScriptModule, memo: Memo, dtype: torch.dtype, device: torch.device) -> None:
+    stored = io.BytesIO()  # `copy.deepcopy` of a scripted module runs on the original's parameters
+    torch.jit.save(module, stored)
+    stored.seek(0)
+    twin = torch.jit.load(stored, map_location=device).to(dtype)
+    for of in (nn.Module.modules, nn.Module.parameters, nn.Module.buffers):
+        for old, new in zip(of(module), of(twin), strict=True):
+            memo[id(old)] = new
+
+
+def _make_array_twins(found: list[Any], memo: Memo, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")  # numpy's name for it is the same, but it has no bfloat16
+    for array in found:
+        if nest.is_numpy(array) and array.dtype.kind == "f" and name != "bfloat16":
+            memo[id(array)] = array.astype(name)
 
 
 def view_of(tensor: torch.Tensor) -> Hashable:

@@ -13,11 +13,14 @@ Rule 3. The walk keeps nothing: entries carry tensors, and the caller drops them
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -113,14 +116,10 @@ def _entry(node: str, slot: str, sequence: int, item: Any, frames: dict[int, _Me
     if isinstance(data, torch.Tensor):
         yield Entry(node, slot, sequence, data)
     elif isinstance(data, _HOLDER):
-        frame = _cell(getattr(item, "unpack_hook", None), "frame")
-        first_met = frame is not None and id(frame) not in frames
-        if first_met:
-            frames[id(frame)] = dict(_metadata(frame))
-        shape, dtype = frames.get(id(frame), {}).get(id(data), ((), ""))
+        kept = list(_kept_by_checkpoint(item, sequence, frames))
+        shape, dtype = frames.get(id(_frame(item)), {}).get(id(data), ((), ""))
         yield Entry(node, slot, sequence, None, "recomputed", shape=shape, dtype=dtype)
-        if first_met:
-            yield from _kept_by_checkpoint(frame, sequence)
+        yield from kept
     elif isinstance(data, tuple) and any(isinstance(part, torch.Tensor) for part in data):
         held = next(part for part in data if isinstance(part, torch.Tensor))
         device = next((part for part in data if isinstance(part, torch.device)), None)
@@ -129,42 +128,65 @@ def _entry(node: str, slot: str, sequence: int, item: Any, frames: dict[int, _Me
         yield Entry(node, slot, sequence, None, "packed")
 
 
-def _kept_by_checkpoint(frame: Any, sequence: int) -> Iterator[Entry]:
-    """What one checkpointed region holds until it is recomputed."""
-    position = 0
-    for held in _checkpoint_arguments(frame):
-        if isinstance(held, torch.Tensor):
-            yield Entry("Checkpoint", f"Checkpoint.input[{position}]", sequence, held, checkpoint_input=True)
-            position += 1
-    recompute = frame.recompute_fn
+def _kept_by_checkpoint(item: Any, sequence: int, frames: dict[int, _Metadata]) -> Iterator[Entry]:
+    """What the checkpointed region that dropped `item` holds until it is recomputed; nothing the second time."""
+    frame = _frame(item)
+    if frame is None or id(frame) in frames:
+        return
+    frames[id(frame)] = dict(_metadata(frame))
+    recompute, arguments = frame.recompute_fn, _checkpoint_arguments(frame)
+    for position, held in enumerate(_tensors([getattr(held, "data", held) for held in arguments])):
+        yield Entry("Checkpoint", f"Checkpoint.input[{position}]", sequence, held, checkpoint_input=True)
     for state in [_cell(recompute, "fwd_cpu_state"), *(_cell(recompute, "fwd_device_states") or ())]:
         if isinstance(state, torch.Tensor):
             yield Entry("Checkpoint", "Checkpoint.rng_state", sequence, state, checkpoint_input=True)
     for tensor in _tensors(getattr(_cell(recompute, "recompute_context"), "storage", None)):
         yield Entry("Checkpoint", "Checkpoint.policy", sequence, tensor)
+    for held in arguments:  # within another region, that one dropped them
+        if isinstance(getattr(held, "data", None), _HOLDER):
+            yield from _kept_by_checkpoint(held, sequence, frames)
 
 
-def _checkpoint_arguments(frame: Any) -> Iterator[Any]:
-    for held in getattr(frame, "saved_args", ()):
-        yield held if isinstance(held, torch.Tensor) else getattr(held, "data", held)
+def _frame(item: Any) -> Any:
+    return _cell(getattr(item, "unpack_hook", None), "frame")
+
+
+def _checkpoint_arguments(frame: Any) -> list[Any]:
+    """Positional ones, then what is kept with the function: keywords, a partial's arguments, a closure."""
     saver = getattr(getattr(frame, "input_saver", None), "grad_fn", None)  # torch < 2.12
-    for held in getattr(saver, _PYTHON_SLOT, None) or ():
-        yield held.data
-    yield from _tensors(_cell(frame.recompute_fn, "kwargs"))
+    return [
+        *getattr(frame, "saved_args", ()),
+        *(getattr(saver, _PYTHON_SLOT, None) or ()),
+        getattr(saver, "get_args", None),
+        _cell(frame.recompute_fn, "kwargs"),
+        _cell(frame.recompute_fn, "fn"),
+    ]
 
 
-def _tensors(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
-    """The tensors in a nest of containers and of small objects that wrap them."""
+def _tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in a nest of containers and of objects that hold them (a cache of keys and values, a selective
+    policy's wrapper), in the arguments of a partial and in a closure. Modules are not looked into."""
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner, depth - 1)
-    elif depth and hasattr(value, "val"):  # a selective policy wraps what it keeps with a version
-        yield from _tensors(value.val, depth - 1)
+    elif depth and id(value) not in seen:
+        seen.add(id(value))
+        for inner in _inside(value):
+            yield from _tensors(inner, depth - 1, seen)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+    if isinstance(value, nn.Module | type | types.ModuleType):
+        return ()
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def _cell(function: Any, name: str) -> Any:

@@ -14,8 +14,9 @@ Rule 4. When the error leaves the block, what the block made is let go: frames, 
 from __future__ import annotations
 
 import functools
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from . import release
-from .clock import Clock, user_line
+from .clock import user_line
 from .errors import MemlabError
 from .modes import is_unseen
 from .record import Recorder, record
@@ -87,6 +88,8 @@ class limit(record):  # a lower-case class: used like a function, as torch.no_gr
     The variables of the function or cell that holds the `with` keep their values. What was changed in place
     (parameters, running statistics, older gradients) and random streams stay as they were when the block ended.
 
+    The block may also catch the error itself and go on: the limit holds again once use has fallen to the budget.
+
     A limit counts what tensors own, operator by operator. On a GPU the workspace inside operators, the rounding of the
     caching allocator, fragmentation and the CUDA context come on top. Of nested limits each holds, so the tighter one
     counts; `record` may be around or inside. Around `measure` and `compare` memlab's own back-ups and proofs do not
@@ -146,15 +149,16 @@ class limit(record):  # a lower-case class: used like a function, as torch.no_gr
 class _LimitedTracker(Tracker):
     """Keeps the running sum of live tensor bytes, from the log, and compares its peak with the budget."""
 
-    def __init__(self, clock: Clock, budget: int, device: str, exceeded: Callable[[], BaseException]) -> None:
-        super().__init__(clock)
+    def __init__(self, recorder: _Limited, budget: int) -> None:
+        super().__init__(recorder.clock)
+        self._recorder: _Limited = weakref.proxy(recorder)  # which holds this tracker
         self._budget = budget
-        self._device = device
-        self._exceeded = exceeded
+        self._device = recorder.device.type
         self._in_use = 0
         self._peak = 0
         self._read = 0  # entries of the log
         self._told = False
+        self._sum: tuple[int, Storage, int] | None = None  # a gradient, a sum in its place, use if both stay
         self.first = 0  # the operator before which use was last known to be within the budget again (Rule 3)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,7 +167,7 @@ class _LimitedTracker(Tracker):
         number = len(self.operators)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if number < len(self.operators) and self.over():
-            raise self._exceeded()
+            raise self._recorder.exceeded()
         return out
 
     def meet(self, tensor: torch.Tensor, number: int) -> list[Storage]:
@@ -175,6 +179,8 @@ class _LimitedTracker(Tracker):
         for position in range(self._read, end):
             entry = self.log[position]
             storage = self.storages[abs(entry) - 1]
+            if self._takes_over(entry, storage):
+                continue
             if storage.role == "workspace" or storage.device != self._device:  # Rule 1
                 continue
             if entry < 0:
@@ -190,6 +196,24 @@ class _LimitedTracker(Tracker):
         self._told |= over
         return over
 
+    def _takes_over(self, entry: int, storage: Storage) -> bool:
+        """Whether that entry of the log is not to be counted: the birth of a sum that takes a gradient's place (see
+        `accumulation.py`), or that gradient's death. Such a sum counts after all if something is born before that."""
+        if self._sum is not None:
+            gradient, total, level = self._sum
+            if entry > 0:
+                self._in_use += total.nbytes
+                self._peak = max(self._peak, level)
+                self._sum = None
+            elif storage.number == gradient:
+                self._sum = None
+                return True
+        gradient, number = next(reversed(self.continued.items()), (-1, -1))
+        if entry > 0 and storage.number == number:
+            self._sum = gradient, storage, self._in_use + storage.nbytes
+            return True
+        return False
+
     def _fallen(self, position: int) -> None:
         if self._told and self._in_use <= self._budget:
             self._told, self._peak = False, self._in_use
@@ -204,7 +228,7 @@ class _Limited(Recorder):
     def __init__(self, budget: int, model: nn.Module | None, optimizer: Any, batch: Any, sources: bool) -> None:
         super().__init__(model, optimizer, batch, sources=sources)
         self._budget = budget
-        self.tracker = _LimitedTracker(self.clock, budget, self.device.type, self.exceeded)
+        self.tracker = _LimitedTracker(self, budget)
         self._first_node = torch._C._autograd._get_sequence_nr()
         self._updating: tuple[Any, list[torch.Tensor]] | None = None  # an optimizer, its parameters without state
 

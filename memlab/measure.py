@@ -37,7 +37,7 @@ class Stage:
         self._steady = steady
         self._users: State | None = None
         self._start: State | None = None
-        self._compiled = bool(compiled_modules(step))
+        self._compiled = bool(compiled_modules(step) or scripted_modules(step))
         self._rehearsed: set[str] = set()
 
     def __enter__(self) -> Stage:
@@ -51,9 +51,10 @@ class Stage:
         try:
             self._without_gradients()
             if self._steady:
-                learned = snapshot(step.model, step.batch, step.loss_fn)
+                learned, known = snapshot(step.model, step.batch, step.loss_fn), dict(step.named_parameters())
                 with Baseline().applied(step) as runner:
                     runner.run()
+                _refuse_new({name for name, _ in step.named_parameters()} - known.keys())
                 learned.restore()
                 self._without_gradients()
             self._start = step.snapshot()
@@ -157,6 +158,11 @@ def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: 
         if compiled := compiled_modules(step):
             notes.append(f"{', '.join(compiled)} runs compiled and is measured so, as one unit")
             absent.append("single operators and modules inside compiled code")
+        if scripted := scripted_modules(step):
+            notes.append(
+                f"{', '.join(scripted)} runs in TorchScript, which shows nobody what it saves for backward: saved "
+                "bytes leave that out, and at the peak it counts as temporaries"
+            )
         notes += own_checkpointing(step)
         return recorder.trace(strategy=strategy.label(step), notes=notes, absent=absent)
 
@@ -168,6 +174,13 @@ def compiled_modules(step: TrainingStep) -> list[str]:
         for module in step.model.modules()
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
     ]
+
+
+def scripted_modules(step: TrainingStep) -> list[str]:
+    """Names of the outermost modules that TorchScript runs."""
+    scripted = [module for module in step.model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    inner = {id(child) for module in scripted for child in module.modules() if child is not module}
+    return [step.module_names[id(module)] for module in scripted if id(module) not in inner]
 
 
 def own_checkpointing(step: TrainingStep) -> list[str]:
@@ -192,6 +205,14 @@ def refuse(allocator: bool) -> None:
         raise MemlabError("gradients are switched off (torch.no_grad): leave that block to measure a training step")
     if allocator:
         allocator_.refuse_running_profiler()
+
+
+def _refuse_new(names: set[str]) -> None:
+    if names:
+        raise MemlabError(
+            f"the first step made parameters, {', '.join(sorted(names)[:4])}, which no optimizer made before can "
+            "know: run the model once, then make the optimizer and the TrainingStep"
+        )
 
 
 def refuse_nan(runner: Runner) -> None:

@@ -2,7 +2,7 @@
 
 With this one can list a nest's tensors, rebuild it, find its batch size and cut it into micro-batches. Rules:
 
-1. The batch size is the first dimension that most tensors share; a tie is an error.
+1. The batch size is the first dimension that most tensors (and numpy arrays) share; a tie is an error.
 2. Tensors (and numpy arrays) of that first dimension are sliced, as views. A slice of a tensor that requires grad
    requires grad itself, so that a loss can differentiate with respect to it.
 3. Lists and tuples of that length hold one entry a sample and are sliced, unless they hold tensors of rule 2: in a
@@ -60,8 +60,10 @@ def batch_size(batch: Any) -> int:
     """Rule 1. Raises MemlabError where there is no answer or more than one."""
     votes: Counter[int] = Counter()
     for leaf in leaves(_checked(batch)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            votes[leaf.size(0)] += 1
+        if _is_array(leaf) and len(leaf.shape):
+            votes[leaf.shape[0]] += 1
+    if len(votes) > 1:
+        del votes[0]  # an empty selection beside samples
     if not votes:
         raise MemlabError(f"the batch, {kind(batch)}, holds no tensor with a first dimension to split along: {_ASK}")
     (size, count), *others = votes.most_common()
@@ -178,9 +180,14 @@ def _checked(batch: Any) -> Any:
     return batch
 
 
-def _is_array(node: Any) -> bool:
+def is_numpy(node: Any) -> bool:
+    """Whether it is a numpy array; numpy need not be there."""
     numpy = sys.modules.get("numpy")
-    return isinstance(node, torch.Tensor) or (numpy is not None and isinstance(node, numpy.ndarray))
+    return numpy is not None and isinstance(node, numpy.ndarray)
+
+
+def _is_array(node: Any) -> bool:
+    return isinstance(node, torch.Tensor) or is_numpy(node)
 
 
 def _splits(leaf: Any, whole: int) -> bool:

@@ -1,4 +1,4 @@
-"""One step run for its numbers: the loss, gradients, buffers and parameters that it leaves, in host memory.
+"""One step run for its numbers: the loss, gradients, parameters, buffers and other state that it leaves.
 
 `run_once` runs a strategy on a stage and returns an `Outcome`; with `mean=True` every random draw is replaced by its
 mean, so that steps which draw in another order can be compared.
@@ -7,34 +7,51 @@ mean, so that steps which draw in another order can be compared.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from . import nest
-from .clock import clean_name, unwrapped
+from .clock import clean_name
 from .flops import FlopCounter
+from .kept import Kept, kept
+from .means import Means
 from .measure import Stage, refuse_nan
 from .modes import LightMode
+from .state import stream, walk
 from .step import TrainingStep
 from .strategies import Strategy
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Gradients: TypeAlias = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step left: loss, gradients (None where a parameter got none), buffers and updated parameters, all in
-    host memory, and whether it drew random numbers."""
+    """What one step left, in host memory, and how it came to that.
+
+    Names of what the model holds are the model's; those of modules that `loss_fn` holds begin with their class. `kept`
+    is what modules keep outside parameters and buffers. `gradients` has None where a parameter got none; `trained` has
+    the names of the parameters that the optimizer, or a hook of the user's, is to update.
+    """
 
     loss: float
-    gradients: dict[str, torch.Tensor | None]
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    drew_random: bool  # from torch's generators
-    drew_outside: bool  # from numpy's or Python's, which checkpointing does not restore
+    loss_scale: float  # of the losses of micro-batches, which may cancel
+    gradients: Gradients
+    parameters: Tensors
+    trained: frozenset[str]
+    buffers: Tensors
+    kept: Kept
+    touched: frozenset[str]  # the buffers that the step changed
+    drew_random: bool  # from torch's generators, global or held
+    drew_own: bool  # from generators that the step holds, or numpy's or Python's: checkpointing restores none of them
     still: float  # share of the elements with a gradient that the update did not change
+    no_mean: frozenset[str] = frozenset()  # operators that drew and could not be replaced by their mean
     lowest: torch.dtype | None = None  # lowest floating type an operator computed in
     flops: int = 0
 
@@ -42,31 +59,51 @@ class Outcome:
 def run_once(stage: Stage, strategy: Strategy, *, mean: bool = False) -> Outcome:
     """Run one step under a strategy and keep what it left. `mean=True` replaces random draws by their means."""
     step = stage.step
-    gradients: dict[str, torch.Tensor | None] = {}
-    names = {id(parameter): name for name, parameter in step.named_parameters()}
+    caught: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def catch(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        gradients[names[id(parameter)]] = _host(gradient)
+        caught[id(parameter)] = parameter, _host(gradient)
 
-    flops, precision = FlopCounter(), _LowestPrecision()
-    with stage.applied(strategy) as runner, flops, precision, _Means() if mean else contextlib.nullcontext():
-        before, outside = _random_states(step.device), _outside_states()
+    flops, precision, means = FlopCounter(), _LowestPrecision(), Means() if mean else None
+    with stage.applied(strategy) as runner, flops, precision, means or contextlib.nullcontext():
+        streams = _Streams(step)
         start = {name: parameter.detach().clone() for name, parameter in step.named_parameters()}
+        start_buffers = _buffers(step)
         runner.run(catch=catch)
-        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_states(step.device), strict=True))
+        drew_torch, drew_held, drew_outside = streams.moved()
         refuse_nan(runner)
-        root = unwrapped(step.model)
+        roots = step.roots
+        parameters = {p + clean_name(n): t for p, root in roots.items() for n, t in root.named_parameters()}
+        groups = [] if step.optimizer is None else step.optimizer.param_groups
+        updated = {id(p) for group in groups for p in group["params"]}
+        updated |= {id(p) for p in parameters.values() if p._post_accumulate_grad_hooks}
+        buffers = _buffers(step)
+        # A parameter may have been made by the step itself.
+        gradients: Gradients = {name: caught.get(id(p), (p, None))[1] for name, p in step.named_parameters()}
         return Outcome(
             loss=float(runner.loss),
-            gradients={name: gradients.get(name) for name in names.values()},
-            parameters={name: _host(parameter) for name, parameter in step.named_parameters()},
-            buffers={clean_name(name): _host(buffer) for name, buffer in root.named_buffers()},
-            drew_random=drew,
-            drew_outside=outside != _outside_states(),
+            loss_scale=sum(abs(float(loss)) for loss in runner.losses),
+            gradients=gradients,
+            parameters={name: _host(parameter) for name, parameter in parameters.items()},
+            trained=frozenset(name for name, p in parameters.items() if id(p) in updated and p.requires_grad),
+            buffers=buffers,
+            kept=kept(roots),
+            touched=frozenset(name for name, t in buffers.items() if not _equal(t, start_buffers.get(name))),
+            drew_random=drew_torch or drew_held,
+            drew_own=drew_held or drew_outside,
             still=_still(step, start, gradients),
+            no_mean=frozenset(means.no_mean if means else ()),
             lowest=precision.lowest,
             flops=flops.total,
         )
+
+
+def _buffers(step: TrainingStep) -> Tensors:
+    return {p + clean_name(n): _host(buffer) for p, root in step.roots.items() for n, buffer in root.named_buffers()}
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and torch.equal(one, other)
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,23 +114,36 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     return dense.to(device="cpu", dtype=dtype, copy=True)
 
 
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+class _Streams:
+    """The random streams that a step can draw from, as they are now; `moved` tells which were drawn from since:
+    torch's global ones, generators of torch's that the step holds, numpy's and Python's."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        held = [(isinstance(f, torch.Generator), s[0]) for f in walk(step.model, step.loss_fn) if (s := stream(f))]
+        numpy, cuda = sys.modules.get("numpy"), step.device.type == "cuda"
+        torchs: list[Callable[[], Any]] = [torch.get_rng_state]
+        others: list[Callable[[], Any]] = [random.getstate, *(read for of_torch, read in held if not of_torch)]
+        if cuda:
+            torchs.append(functools.partial(torch.cuda.get_rng_state, step.device))
+        if numpy is not None:
+            others.append(numpy.random.get_state)
+        self._readers = torchs, [read for of_torch, read in held if of_torch], others
+        self._before = self._read()
+
+    def moved(self) -> tuple[bool, bool, bool]:
+        torchs, held, others = (before != now for before, now in zip(self._before, self._read(), strict=True))
+        return torchs, held, others
+
+    def _read(self) -> list[str]:
+        states = [[read() for read in readers] for readers in self._readers]
+        return [repr([s.tolist() if isinstance(s, torch.Tensor) else s for s in of_kind]) for of_kind in states]
 
 
-def _outside_states() -> tuple[str, str]:
-    numpy = sys.modules.get("numpy")
-    return repr(random.getstate()), "" if numpy is None else repr(numpy.random.get_state())
-
-
-def _still(step: TrainingStep, start: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor | None]) -> float:
+def _still(step: TrainingStep, start: Tensors, gradients: Gradients) -> float:
     stayed = due = 0
     for name, parameter in step.named_parameters():
         gradient = gradients.get(name)
-        if gradient is not None and gradient.shape == parameter.shape:
+        if gradient is not None and name in start and gradient.shape == parameter.shape:
             has = gradient != 0
             due += int(has.sum())
             stayed += int((has & (parameter.detach() == start[name]).to("cpu")).sum())
@@ -112,30 +162,4 @@ class _LowestPrecision(LightMode):
         for tensor in nest.tensors(out):
             if tensor.is_floating_point() and tensor.dim():
                 self.lowest = max(tensor.dtype, self.lowest or tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return out
-
-
-class _Means(LightMode):
-    """Replaces every random draw by its mean: dropout keeps everything at its expected size."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.name().removeprefix("aten::").partition(".")[0]
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        out = func(*args, **kwargs)
-        if name in ("rand", "rand_like"):
-            return out.fill_(0.5)
-        if name in ("randn", "randn_like"):
-            return out.zero_()
-        if name == "bernoulli":
-            return out.copy_(args[1] if len(args) > 1 and isinstance(args[1], float) else args[0])
-        if name == "bernoulli_":
-            probability = args[1] if len(args) > 1 else 0.5
-            return out.copy_(probability) if isinstance(probability, torch.Tensor) else out.fill_(probability)
-        if name == "uniform_":
-            low, high = [*args[1:3], 0.0, 1.0][:2] if len(args) > 2 else (0.0, 1.0)
-            return out.fill_((low + high) / 2)
-        if name == "normal_":
-            return out.fill_(args[1] if len(args) > 1 else 0.0)
         return out

@@ -7,40 +7,41 @@ Rule 1. Both steps run on copies in host memory, in float64, from the same start
         `LowPrecision` is left out: what these do to the numbers is the *gradient error*, measured beside it. A step
         in pure low precision is therefore never called equivalent: at best it is not proven.
 Rule 2. Gradients are caught whole and unscaled, before anything consumes them.
-Rule 3. gradient_difference = max over parameters of ||g - g0|| / max(||g0||, 1e-3 sqrt(n_p / n) ||all g0||). The floor
-        is there because some gradients are zero in mathematics (an attention key's bias) and noise in arithmetic. For
-        updated parameters the same with 1 for 1e-3: a bias that starts at zero may hold nothing but such noise.
+Rule 3. Compared are gradients, updated parameters, loss, buffers (see `difference.py`), and of what modules keep
+        elsewhere whatever accumulates: what a second plain step from the same parameters, buffers and random streams
+        changes once more. (An attention map kept for a picture is the same after both, and counts for nothing.)
 Rule 4. Equivalent means at most 1e-9 in float64. Where the model itself computes in a lower precision, or cannot run
         in float64 at all, a plain step in the same precision decides, within 100 units of its rounding; half precision
         rounds so coarsely that what is not identical is not proven.
-Rule 5. Where random numbers are drawn and the strategy draws others (dropout on micro-batches), each draw is replaced
-        by its mean in both steps: equivalent if they then agree, and the note says so.
-Rule 6. Gradient error = the strategy's gradient in its own precision, where the model lives, against the plain
+Rule 5. Where random numbers are drawn and micro-batches draw others (dropout), each draw is replaced by its mean in
+        both steps: equivalent if they then agree, and the note says so. Draws that have no mean (a permutation), or a
+        plain step that is another each time it runs, leave it unproven.
+Rule 6. Float64 is torch's default type meanwhile, so that tensors which a forward pass makes are in it too.
+Rule 7. Gradient error = the strategy's gradient in its own precision, where the model lives, against the plain
         float64 gradient; the plain step's own error is the floor to read it by.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
-from . import nest
-from .clock import clean_name, unwrapped
+from .causes import listed, why_different
+from .difference import Difference, changed, difference
 from .errors import MemlabError
+from .kept import kept
 from .measure import Stage
 from .modes import unseen
 from .outcome import Outcome, run_once
-from .step import TrainingStep
-from .strategies import Baseline, LowPrecision, MicroBatch, MixedPrecision, Strategy
+from .state import snapshot
+from .strategies import Baseline, Checkpoint, LowPrecision, MicroBatch, MixedPrecision, Strategy
 
 TOLERANCE = 1e-9
-_FLOOR = 1e-3
 _ROUNDINGS = 100  # units in the last place that a same-precision comparison allows
 _COARSE = 1e-3  # an allowance above this would let real differences pass
 
@@ -59,17 +60,17 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Difference:
-    loss: float
-    gradient: float
-    parameter: float
-    buffers: tuple[str, ...]
-    worst: str  # the parameter whose gradient differs most
+@dataclass
+class _Compared:
+    """A step beside the plain one: what differs, by what the proof goes, and what a reader should know."""
 
-    def within(self, tolerance: float) -> bool:
-        apart = (self.loss, self.gradient, self.parameter)  # one by one: NaN is within nothing
-        return all(distance <= tolerance for distance in apart) and not self.buffers
+    found: Difference
+    outcome: Outcome
+    plain: Outcome
+    proof: str
+    tolerance: float
+    notes: list[str]
+    proven: bool = True
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Prover:
     stage: Stage
     _exact: Stage | None = field(default=None, init=False)
     _why_not_exact: str = field(default="", init=False)
+    _consumed: list[str] = field(default_factory=list, init=False)  # parameters whose gradients hooks use up
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[Prover]:
@@ -90,12 +92,14 @@ class Prover:
     @unseen()
     def _run_plain(self, stack: contextlib.ExitStack) -> None:
         self._own = run_once(self.stage, Baseline())
-        if self._own.gradients and all(gradient is None for gradient in self._own.gradients.values()):
+        hooked = [name for name, p in self.stage.step.named_parameters() if p._post_accumulate_grad_hooks]
+        self._consumed = hooked if _no_gradient(self._own) else []
+        if _no_gradient(self._own) and not self._consumed:
             raise MemlabError("no parameter gets a gradient: does loss_fn use the model that it is given?")
         try:
             exact = stack.enter_context(Stage(self.stage.step.copy(torch.float64), steady=False))
-            truth = run_once(exact, Baseline())
-            if all(gradient is None for gradient in truth.gradients.values()):
+            truth = self._run(exact, Baseline())
+            if _no_gradient(truth):
                 raise MemlabError("the loss does not use the model that it is given")
             self._exact, self._truth = exact, truth
         except Exception as error:
@@ -104,7 +108,18 @@ class Prover:
             self._exact, self._truth = None, self._own
         self._mean_truth = self._truth
         if self._truth.drew_random:
-            self._mean_truth = run_once(self._exact or self.stage, Baseline(), mean=True)
+            self._mean_truth = self._run(self._proving, Baseline(), mean=True)
+
+    @property
+    def _proving(self) -> Stage:
+        return self._exact or self.stage
+
+    def _run(self, stage: Stage, strategy: Strategy, mean: bool = False) -> Outcome:
+        with self._precision(stage):
+            return run_once(stage, strategy, mean=mean)
+
+    def _precision(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if stage is self.stage else _float64_by_default()
 
     @unseen()
     def verdict(self, strategy: Strategy) -> Verdict:
@@ -115,53 +130,115 @@ class Prover:
         notes = self._about_low_precision(own) if lowered else []
         provable = _without(strategy, LowPrecision) if self._exact else _without(strategy, LowPrecision, MixedPrecision)
         if provable == Baseline() != strategy:  # Rule 1: nothing is left to compare
+            if not lowered:
+                notes.append(f"not proven: a float64 copy, which could tell, cannot run ({self._why_not_exact})")
             return Verdict(None, "none", gradient_error=error, flops=own.flops, notes=tuple(notes))
-        found, proof, tolerance, remarks = self._compared(provable)
-        notes += remarks
-        equivalent: bool | None = found.within(tolerance)
-        if equivalent and tolerance > _COARSE and not found.within(TOLERANCE):
+        by = self._compared(provable)
+        found = by.found
+        notes += by.notes
+        equivalent: bool | None = found.within(by.tolerance)
+        if found.grown:
+            notes.append(f"lists in modules end with other lengths than in the plain step: {listed(found.grown)}")
+        if not by.proven:
             equivalent = None
-            notes.append(f"not proven: such coarse rounding hides differences up to {tolerance:.0%}")
+        elif equivalent and by.tolerance > _COARSE and not found.within(TOLERANCE):
+            equivalent = None
+            notes.append(f"not proven: such coarse rounding hides differences up to {by.tolerance:.0%}")
         elif equivalent and lowered:
             equivalent = None
+        elif not equivalent and not self._repeats:
+            equivalent = False if any(isinstance(part, Checkpoint) for part in strategy.parts) else None
+            notes.append(
+                "the plain step is another each time it runs, from one and the same start: it draws from a source that "
+                "nobody can put back (time, os.urandom, another process), and a recomputation draws anew"
+            )
         elif not equivalent:
-            notes += why_different(self.stage.step, strategy, found, tolerance, self._own.drew_outside)
+            notes += why_different(self.stage.step, strategy, found, by.tolerance, by.outcome, by.plain)
         return Verdict(
             equivalent=equivalent,
-            proof=proof,
+            proof=by.proof,
             loss_difference=found.loss,
             gradient_difference=found.gradient,
             gradient_error=error,
-            buffer_differences=found.buffers,
+            buffer_differences=(*found.buffers, *found.kept),
             flops=own.flops,
             notes=tuple(notes),
         )
 
-    def _compared(self, strategy: Strategy) -> tuple[_Difference, str, float, list[str]]:
-        """How far the strategy's step is from the plain one, the proof's name, what counts as the same, remarks."""
-        proof, tolerance, remarks = "float64", TOLERANCE, []
+    def _compared(self, strategy: Strategy) -> _Compared:
+        by = self._beside(strategy, mean=False)
         if self._exact is None:
-            proof, tolerance = "same precision", self._rounding(self._own.lowest)
+            by.proof, by.tolerance = "same precision", self._rounding(self._own.lowest)
             why = self._why_not_exact
-            remarks.append(f"compared in the model's own precision, since a float64 copy cannot run ({why})")
-        stage = self._exact or self.stage
-        found = difference(self._truth if strategy == Baseline() else run_once(stage, strategy), self._truth)
-        if self._truth.drew_random and not found.gradient <= tolerance:  # Rule 5
-            calm = difference(run_once(stage, strategy, mean=True), self._mean_truth)
-            if calm.gradient <= tolerance or calm.gradient < found.gradient / 1e3:
-                remarks.append(
-                    "random layers (dropout) draw other masks here than in the plain step "
-                    f"(gradients {found.gradient:.1g} apart); with each draw replaced by its mean they agree"
-                )
-                found = calm
+            by.notes.append(f"compared in the model's own precision, since a float64 copy cannot run ({why})")
+        if self._consumed:
+            by.notes.append(
+                f"your own hooks use up the gradients of {listed(self._consumed)} as they come, so that updated "
+                "parameters alone are compared"
+            )
+        differs = not by.found.gradient <= by.tolerance
+        if differs and self._truth.drew_random and self._repeats_each_draw(strategy):  # Rule 5
+            self._calm(by, strategy)
         low = self._truth.lowest
-        if proof == "float64" and low not in (None, torch.float64) and not found.within(tolerance):  # Rule 4
+        if by.proof == "float64" and low not in (None, torch.float64) and not by.found.within(by.tolerance):  # Rule 4
             rounding = self._rounding(low)
-            if found.within(rounding):
-                proof, tolerance = "same precision", rounding
+            if by.found.within(rounding):
+                by.proof, by.tolerance = "same precision", rounding
                 name = str(low).removeprefix("torch.")
-                remarks.append(f"compared within the rounding of {name}, in which parts of the model compute")
-        return found, proof, tolerance, remarks
+                by.notes.append(f"compared within the rounding of {name}, in which parts of the model compute")
+        return by
+
+    def _beside(self, strategy: Strategy, mean: bool) -> _Compared:
+        plain = self._mean_truth if mean else self._truth
+        outcome = plain if strategy == Baseline() else self._run(self._proving, strategy, mean)
+        found = difference(outcome, plain)
+        if found.kept or found.grown:
+            kept, grown = (tuple(n for n in names if n in self._accumulating) for names in (found.kept, found.grown))
+            found = replace(found, kept=kept, grown=grown)
+        return _Compared(found, outcome, plain, "float64", TOLERANCE, [])
+
+    def _repeats_each_draw(self, strategy: Strategy) -> bool:
+        """Whether micro-batches are all that makes a strategy draw otherwise: a recomputation that draws anew what the
+        forward pass drew is wrong, whatever the mean."""
+        whole = _without(strategy, MicroBatch)
+        if whole == strategy:
+            return False
+        return whole == Baseline() or self._beside(whole, mean=False).found.gradient <= TOLERANCE
+
+    def _calm(self, by: _Compared, strategy: Strategy) -> None:
+        """Rule 5: compare with each draw replaced by its mean, and take that where it tells more."""
+        calm, apart = self._beside(strategy, mean=True), by.found.gradient
+        if calm.found.gradient <= by.tolerance or calm.found.gradient < apart / 1e3:
+            by.found, by.outcome, by.plain = calm.found, calm.outcome, calm.plain
+            by.notes.append(
+                "random layers (dropout) draw other masks here than in the plain step "
+                f"(gradients {apart:.1g} apart); with each draw replaced by its mean they agree"
+            )
+        elif calm.outcome.no_mean and not (by.found.buffers or by.found.kept):
+            by.proven = False
+            by.notes.append(
+                f"not proven: {listed(sorted(calm.outcome.no_mean))} draws at random and has no mean to take instead; "
+                f"with other draws than in the plain step, gradients are {apart:.1g} apart"
+            )
+
+    @functools.cached_property
+    def _repeats(self) -> bool:
+        again = difference(self._run(self._proving, Baseline()), self._truth)
+        return math.isnan(again.gradient) or again.gradient <= self._rounding(self._truth.lowest)
+
+    @functools.cached_property
+    def _accumulating(self) -> set[str]:
+        """Rule 3: names of what modules keep that a second plain step changes once more, and the same way each time."""
+        stage = self._proving
+        with stage.applied(Baseline()) as runner, self._precision(stage):
+            roots = stage.step.roots
+            start = snapshot([[*root.parameters(), *root.buffers()] for root in roots.values()])
+            runner.run()
+            first = kept(roots)
+            start.restore()
+            runner.run()
+            second = kept(roots)
+        return changed(first, second) - changed(first, self._truth.kept)
 
     def _about_low_precision(self, own: Outcome) -> list[str]:
         return [
@@ -175,8 +252,9 @@ class Prover:
         return self._own.flops
 
     def _error(self, strategy: Strategy, own: Outcome) -> float | None:
-        """Rule 6. With random draws, both sides with the means: single and double precision draw other masks."""
-        if self._exact is None:
+        """Rule 7. With random draws, both sides with the means: single and double precision draw other masks."""
+        redraws = self._truth.drew_own and any(isinstance(part, Checkpoint) for part in strategy.parts)
+        if self._exact is None or (self._truth.drew_random and redraws):
             return None
         if self._truth.drew_random:
             own = run_once(self.stage, strategy, mean=True)
@@ -191,128 +269,16 @@ def _without(strategy: Strategy, *kinds: type[Strategy]) -> Strategy:
     return sum((part for part in strategy.parts if not isinstance(part, kinds)), start=Baseline())
 
 
-# -- how far apart -----------------------------------------------------------------------------------------------------
+def _no_gradient(outcome: Outcome) -> bool:
+    return bool(outcome.gradients) and all(gradient is None for gradient in outcome.gradients.values())
 
 
-def difference(outcome: Outcome, plain: Outcome) -> _Difference:
-    """How far an outcome is from the plain one (Rule 3)."""
-    gradient, worst = _furthest(outcome.gradients, plain.gradients, _FLOOR)
-    parameter, _ = _furthest(outcome.parameters, plain.parameters, 1.0)
-    buffers = tuple(
-        name
-        for name in sorted(plain.buffers.keys() | outcome.buffers.keys())
-        if name not in plain.buffers
-        or name not in outcome.buffers
-        or _apart(outcome.buffers[name].to(torch.float64), plain.buffers[name].to(torch.float64)) > TOLERANCE
-    )
-    loss = abs(outcome.loss - plain.loss) / max(abs(plain.loss), 1e-12)
-    return _Difference(loss, gradient, parameter, buffers, worst)
-
-
-def _furthest(
-    outcome: Mapping[str, torch.Tensor | None], plain: Mapping[str, torch.Tensor | None], share: float
-) -> tuple[float, str]:
-    """The largest distance and whose it is: relative to the plain tensor's norm, or to a share of what all have for
-    its size."""
-    present = [tensor for tensor in plain.values() if tensor is not None]
-    usual = math.sqrt(sum(_norm(t) ** 2 for t in present) / max(sum(t.numel() for t in present), 1))
-    furthest, whose = 0.0, ""
-    for name, reference in plain.items():
-        found = outcome.get(name)
-        if reference is None and found is None:
-            continue
-        if reference is None or found is None:
-            apart = math.inf
-        else:
-            apart = _apart(found, reference, share * usual * math.sqrt(reference.numel()))
-        if math.isnan(apart):
-            return apart, name
-        if apart > furthest:
-            furthest, whose = apart, name
-    return furthest, whose
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor))
-
-
-def _apart(found: torch.Tensor, reference: torch.Tensor, floor: float = 0.0) -> float:
-    """Relative distance; infinite where shapes differ."""
-    if found.shape != reference.shape:
-        return math.inf
-    distance = _norm(found - reference)
-    return 0.0 if distance == 0 else distance / max(_norm(reference), floor, 1e-300)
-
-
-# -- why ---------------------------------------------------------------------------------------------------------------
-
-
-def why_different(
-    step: TrainingStep, strategy: Strategy, found: _Difference, tolerance: float, drew_outside: bool
-) -> list[str]:
-    """Sentences that name the cause of a difference, as far as the step shows it."""
-    notes = []
-    norms = _batch_norms(step.model)
-    micro = any(isinstance(part, MicroBatch) for part in strategy.parts)
-    if found.buffers:
-        why = "each forward pass updates running statistics, and "
-        why += "each micro-batch is one" if micro else "recomputation is one more"
-        notes.append(
-            f"buffers end differently: {_listed(found.buffers)}" + (f" ({_listed(norms)}: {why})" if norms else "")
-        )
-    if found.gradient <= tolerance and found.loss <= tolerance:
-        if found.parameter > tolerance:
-            notes.append(
-                f"gradients agree but the updated parameters are {found.parameter:.1g} apart: the optimizer was given "
-                "something else to do"
-            )
-        return notes
-    if math.isnan(found.gradient):
-        return [*notes, f"the gradient of {found.worst} is NaN, so nothing can be said of it"]
-    amount = f"{found.gradient:.2g} relative"
-    if math.isinf(found.gradient):
-        amount = "a parameter gets a gradient in one step and none in the other"
-    notes.append(f"gradients differ ({amount}; most in {found.worst})")
-    if drew_outside:
-        notes.append(
-            "the forward pass draws random numbers from numpy or Python's random: they are not restored for a "
-            "recomputation, and micro-batches draw others. Draw from torch instead"
-        )
-    elif not micro:
-        notes.append(
-            "recomputation did not repeat the forward pass: randomness outside torch, or state that it changes"
-        )
-    elif norms:
-        whose = "" if found.buffers else f"{_listed(norms)}: "
-        notes.append(f"{whose}BatchNorm normalises over each micro-batch, not over the batch")
-    elif step.weight is None and step.reduction == "mean" and _has_ignored_targets(step.batch):
-        notes.append(
-            "the batch has targets of -100, which cross-entropy leaves out: micro-batches hold unequal numbers of loss "
-            "terms. Pass weight=lambda batch: (its target != -100).sum()"
-        )
-    else:
-        notes.append(
-            "the loss is not a mean over independent samples: it couples them (contrastive losses, batch statistics), "
-            'or its terms are unequally many (pass weight=) or summed (pass reduction="sum")'
-        )
-    return notes
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-
-
-def _batch_norms(model: nn.Module) -> list[str]:
-    root = unwrapped(model)
-    return [
-        f"{clean_name(name)} ({type(module).__name__})"
-        for name, module in root.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
-
-
-def _has_ignored_targets(batch: Any) -> bool:
-    return any(
-        not tensor.is_floating_point() and not tensor.is_complex() and bool((tensor == -100).any())
-        for tensor in nest.tensors(batch)
-    )
+@contextlib.contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """Rule 6."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -28,15 +28,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import allocator as allocator_
-from . import ledger, nest
+from . import leaks, ledger, nest, release
 from .accumulation import uses_by_engine
-from .assemble import Recorded, Saved, assembled
+from .assemble import Recorded, Saved, assembled, is_number
 from .clock import Clock, clean_name, unwrapped
 from .errors import MemlabError
-from .trace import Trace
+from .trace import Growth, Trace
 from .tracker import Storage, Tracker, parts
-
-_WRAPPED_NUMBER = 16  # bytes: `x / 2` wraps the 2 as a tensor in C++, which no operator makes
 
 
 class record:  # a lower-case class: used like a function, as torch.no_grad is
@@ -60,8 +58,9 @@ class record:  # a lower-case class: used like a function, as torch.no_grad is
 
     The trace is complete when the block ends, also by an exception, and says so if it is read before. With several
     optimizer steps in the block, `trace.steps` has one trace each (optimizers that step with no backward between them
-    make one step). Call a compiled module once before: compiled within, it stays in pieces. Raises `MemlabError` under
-    `torch.inference_mode`, and with `allocator=True` inside a running profiler.
+    make one step); with three or more, `trace.growth` says what grows from step to step and who holds it. Call a
+    compiled module once before: compiled within, it stays in pieces. Raises `MemlabError` under `torch.inference_mode`,
+    and with `allocator=True` inside a running profiler.
     """
 
     def __init__(
@@ -99,10 +98,10 @@ class record:  # a lower-case class: used like a function, as torch.no_grad is
         assert trace is not None
         self._recorder = self._trace = None
         recorder.stop()
+        if kind is not None:
+            release.queue()
         notes = () if kind is None else (f"the block ended early, by {kind.__name__}: the trace covers what ran",)
-        finished = recorder.trace(notes=notes)
-        object.__setattr__(trace, "__class__", Trace)
-        trace.__dict__.update(finished.__dict__)
+        trace.__dict__["finish"] = functools.partial(recorder.trace, notes=notes)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -115,15 +114,21 @@ class record:  # a lower-case class: used like a function, as torch.no_grad is
 
 
 class _Unfinished(Trace):
-    """What `record` yields until its block ends."""
+    """What `record` yields: not to be read until the block ends, and put together when it first is."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("__class__", "__dict__"):
-            return object.__getattribute__(self, name)
-        raise MemlabError("this trace is not complete: it can be read after the `with` block has ended")
+        values: dict[str, Any] = object.__getattribute__(self, "__dict__")
+        finish = values.pop("finish", None)
+        if finish is not None:
+            object.__setattr__(self, "__class__", Trace)
+            values.update(finish().__dict__)
+        elif name not in ("__class__", "__dict__"):
+            raise MemlabError("this trace is not complete: it can be read after the `with` block has ended")
+        return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
-        return "<Trace: recording>"
+        recording = "finish" not in object.__getattribute__(self, "__dict__")
+        return "<Trace: recording>" if recording else self.__repr__()  # to look it up puts it together
 
     __str__ = __repr__
 
@@ -158,7 +163,8 @@ class Recorder:
         self._batch_given = batch is not None
         self._start_ns = 0
         self._reserved = 0
-        self._prepare = functools.partial(self._register, model, optimizer, batch)
+        self._growth: tuple[Growth, ...] = ()
+        self._given = model, optimizer, batch
 
     # -- starting and stopping -----------------------------------------------------------------------------------
 
@@ -176,14 +182,14 @@ class Recorder:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
+        uses_by_engine()  # before backward is wrapped: it looks at one of its own
         try:
             self._wrap(torch.autograd, "_engine_run_backward", self._run_backward)
             self._wrap(torch, "get_rng_state", self._get_rng_state)
             if self._listener is not None:
                 self._listener.start()
                 self._undo.callback(self._stop_listening)
-            uses_by_engine()
-            self._prepare()
+            self._register(*self._given)
             self.clock.start()
             self._undo.callback(self.clock.stop)
             self._start_ns = time.perf_counter_ns()
@@ -198,6 +204,7 @@ class Recorder:
             self._reserved = torch.cuda.max_memory_reserved(self.device)
         self._undo.close()
         self.tracker.forget()
+        self._growth = leaks.growth(self.tracker, self.clock)
 
     def _stop_listening(self) -> None:
         assert self._listener is not None
@@ -292,8 +299,7 @@ class Recorder:
                 before = len(self.tracker.storages)
                 found = self.tracker.meet_outside(tensor)
                 for storage in self.tracker.storages[before:]:
-                    wrapped = storage.nbytes <= _WRAPPED_NUMBER and not storage.shape
-                    storage.role = "workspace" if wrapped else unknown
+                    storage.role = "workspace" if is_number(storage) else unknown
             light = ledger.without_tensor(entry)
             nbytes = 0 if tensor is None else sum(p.numel() * p.element_size() for p in parts(tensor))
             number = len(self.tracker.operators)
@@ -348,6 +354,7 @@ class Recorder:
             events=self._events,
             saved=self._saved,
             opaque=self._opaque,
+            growth=self._growth,
             start_ns=self._start_ns,
             reserved=self._reserved,
         )

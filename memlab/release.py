@@ -10,6 +10,7 @@ Rule 2. Of a graph made in the block goes what autograd saved in it. Whoever hol
 Rule 3. A node belongs to the block if autograd numbered it after the block began. Older ones, and the leaves, which
         outlive every graph, are left alone.
 Rule 4. What hooks of the user's own packed, and what nodes hold that Python cannot see, stays with the graph.
+Rule 5. What a failed backward pass still had to do waits in autograd's queue, tensors and all, until the next one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from .clock import line_of
 from .errors import MemlabError
+from .modes import unseen
 
 _CHECKPOINT = getattr(torch_checkpoint, "_CheckpointFrame", ())
 
@@ -38,7 +40,15 @@ def frames(error: BaseException, tb: TracebackType | None) -> None:
     lines = [line_of(frame.f_code, number) for frame, number in traceback.walk_tb(tb.tb_next)]
     tb.tb_next = None  # to clear the frames is not enough: they hold their functions, and these their closures
     if any(lines):
-        error.add_note(f"The calls below are released, with their variables: {', '.join(filter(None, lines))}")
+        made = ", ".join(filter(None, lines))
+        error.add_note(f"The calls that the block had made are released, with their variables: {made}")
+
+
+@unseen()
+def queue() -> None:
+    """Rule 5: an empty backward pass is the next one."""
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()
 
 
 def graph_tensors(since: int) -> list[torch.Tensor]:

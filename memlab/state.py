@@ -17,7 +17,8 @@ Rules:
    generators that the roots hold. Nothing here draws from any.
 5. Hooks on modules and an instance's own `forward` belong to instruments: they are left as they are. Restore a state
    where it was taken: one taken outside `strategy.applied(step)` would undo there what the strategy installed.
-6. Not followed: other classes, Python modules, the standard library's and PyTorch's private objects, loggers and displays.
+6. Not followed: other classes, Python modules, the standard library's and PyTorch's private objects, loggers and
+   displays.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ MOST_OBJECTS = 200_000
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size, type})
 _LOGGERS = {"tqdm", "wandb", "mlflow", "tensorboard", "matplotlib", "IPython", "ipywidgets"}
 _STANDARD = sys.stdlib_module_names - {"collections", "types", "argparse", "dataclasses"}
+_LIBRARIES = _STANDARD | _LOGGERS | {"torch", "memlab", "numpy"}
 _MODULE_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 _MISSING = object()
 
@@ -97,10 +99,10 @@ class State:
             if kind not in self._classes:
                 self._classes.add(kind)
                 yield functools.partial(_put_back_class, kind, _class_data(kind))
-        attributes = _attributes(found)
-        if attributes is not None:
-            mine = {name: value for name, value in attributes.items() if not _instrument(found, name)}
-            yield functools.partial(_put_back_attributes, found, attributes, mine)
+        own = attributes(found)
+        if own is not None:
+            mine = {name: value for name, value in own.items() if not _instrument(found, name)}
+            yield functools.partial(_put_back_attributes, found, own, mine)
         slots = _slots(found)
         if slots:
             yield functools.partial(_put_back_slots, found, slots)
@@ -187,8 +189,7 @@ def _children(found: Any) -> Iterator[Any]:
         yield _cell(found)
     elif isinstance(found, types.FunctionType):
         yield from _of_function(found)
-    attributes = _attributes(found) or {}
-    for name, value in list(attributes.items()):
+    for name, value in list((attributes(found) or {}).items()):
         if not _instrument(found, name):
             yield value
         elif isinstance(value, dict):
@@ -202,12 +203,9 @@ def _children(found: Any) -> Iterator[Any]:
         yield from found.buffers()
 
 
-@functools.lru_cache(maxsize=4096)
 def _own_classes(kind: type) -> tuple[type, ...]:
     """The user's own among a class and its bases."""
-    tops = {base: (base.__module__ or "").partition(".")[0] for base in kind.__mro__}
-    libraries = {"torch", "memlab", "numpy", "builtins"} | _STANDARD | _LOGGERS
-    return tuple(base for base, top in tops.items() if top not in libraries)
+    return tuple(base for base in kind.__mro__ if (base.__module__ or "").partition(".")[0] not in _LIBRARIES)
 
 
 def _class_data(kind: type) -> dict[str, Any]:
@@ -216,7 +214,6 @@ def _class_data(kind: type) -> dict[str, Any]:
     return {name: v for name, v in vars(kind).items() if isinstance(v, data) and not name.startswith("__")}
 
 
-@functools.lru_cache(maxsize=4096)
 def _methods(kind: type) -> tuple[types.FunctionType, ...]:
     """`forward`, `__call__`, the methods and properties that these name, and so on."""
     found: dict[str, types.FunctionType] = {}
@@ -271,7 +268,7 @@ def _names(code: types.CodeType) -> set[str]:
     return own.union(*inner)
 
 
-def _attributes(found: Any) -> dict[str, Any] | None:
+def attributes(found: Any) -> dict[str, Any] | None:
     """The object's own `__dict__`, where rule 6 lets it be followed."""
     if is_foreign(found) and not isinstance(found, nn.Module | torch.optim.Optimizer):
         return None

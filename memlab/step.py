@@ -24,7 +24,7 @@ from .clock import clean_name, unwrapped
 from .copies import copied
 from .errors import MemlabError
 from .nest import kind
-from .state import State, snapshot
+from .state import State, snapshot, walk
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
 Optimizer: TypeAlias = torch.optim.Optimizer
@@ -135,13 +135,28 @@ class TrainingStep:
             return "gradients are switched off here (torch.no_grad or set_grad_enabled(False)); leave that block"
         if not any(p.requires_grad for p in self.model.parameters()):
             return "no parameter of the model does; call requires_grad_() on those to train"
-        return "something between the model's output and the loss cuts the graph (.detach(), .item(), torch.no_grad)"
+        return (
+            "something between the model's output and the loss cuts the graph (.detach(), .item(), torch.no_grad, or a "
+            "reentrant checkpoint whose inputs need no gradient: pass use_reentrant=False)"
+        )
 
     # --------------------------------------------------------------------------------------------------------- parts
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Each distinct parameter once, under its first name, without what wrappers add to names."""
         return [(clean_name(name), parameter) for name, parameter in unwrapped(self.model).named_parameters()]
+
+    @property
+    def roots(self) -> dict[str, nn.Module]:
+        """The model under "", and what modules `loss_fn` holds besides (a criterion, a teacher), each under its class's
+        name and a dot: a prefix for names."""
+        found, known = {"": unwrapped(self.model)}, {id(module) for module in self.model.modules()}
+        for module in walk(self.loss_fn):
+            if isinstance(module, nn.Module) and id(module) not in known:
+                known |= {id(inner) for inner in module.modules()}
+                kinds = sum(type(root) is type(module) for root in found.values())
+                found[f"{type(unwrapped(module)).__name__}{kinds or ''}."] = unwrapped(module)
+        return found
 
     @property
     def module_names(self) -> dict[int, str]:
@@ -188,8 +203,10 @@ class TrainingStep:
         if count is not None and self.split is not None and _size_or_none(self.batch) is None:
             return [0] * count
         whole = self.batch_size
+        if not whole:
+            raise MemlabError("the batch holds no samples: give one that does")
         if count is None:
-            return [min(wanted, whole - start) for start in range(0, whole, wanted)] or [0]
+            return [min(wanted, whole - start) for start in range(0, whole, wanted)]
         if count > whole:
             raise MemlabError(f"{count} micro-batches asked, but the batch holds {whole} sample(s): give 1 to {whole}")
         return nest.near_equal(whole, count)

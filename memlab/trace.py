@@ -121,6 +121,25 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """What each training step of a block left behind, on top of what the steps before it had.
+
+    bytes_per_step:              tensor bytes
+    module, operator, source:    where they were made; the line where sources were recorded
+    holder:                      what holds them, in words: "the global list `losses`"
+    through_graph:               whether autograd's graph hangs on what is held, and all that the graph saved with it:
+                                 `.detach()` lets go of the graph
+    """
+
+    bytes_per_step: int
+    module: str
+    operator: str
+    source: str | None
+    holder: str
+    through_graph: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Peak:
     """The instant of the largest memory use: how much, where, and what was alive (largest first)."""
 
@@ -174,8 +193,9 @@ class Trace:
     """What one training step did to memory. Made by `memlab.measure` or `memlab.record`; see the module's rules.
 
     All sizes are bytes. `strategy` is the label of the technique that ran, `source` is "measured" or "simulated",
-    `allocator` tells whether the device's allocator was listened to (workspace is seen), `absent` lists in words
-    what this trace cannot see, `notes` what a reader should know, `provenance` the device, versions and settings.
+    `allocator` tells whether the device's allocator was listened to (workspace is seen), `growth` what grew from step
+    to step (in a block of three steps or more), `absent` lists in words what this trace cannot see, `notes` what a
+    reader should know, `provenance` the device, versions and settings.
     """
 
     allocations: tuple[Allocation, ...] = field(repr=False)
@@ -188,6 +208,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict, repr=False)
     step_ends: tuple[int, ...] = field(default=(), repr=False)  # operator numbers
+    growth: tuple[Growth, ...] = field(default=(), repr=False)
 
     # -- the peak ------------------------------------------------------------------------------------------------
 
@@ -427,6 +448,7 @@ class Trace:
             operators=tuple(operators),
             saved=tuple(tensor for tensor in self.saved if tensor.step == step),
             step_ends=(),
+            growth=(),
         )
 
 

@@ -13,7 +13,7 @@ from views_samples import IN_BACKWARD, every_trace
 
 import memlab
 from memlab import MemlabError, Trace
-from memlab.trace import CATEGORIES, PHASES, Allocation, Operator, Place, SavedTensor
+from memlab.trace import CATEGORIES, PHASES, Allocation, Growth, Operator, Place, SavedTensor
 from memlab.views.files import load, save
 
 # -- there and back ----------------------------------------------------------------------------------------------------
@@ -49,6 +49,7 @@ saved_tensors = st.builds(
     SavedTensor, texts, texts, texts, shapes, texts, counts, st.none() | counts, counts, texts, texts,
     st.lists(texts, max_size=2).map(tuple), counts, counts, counts, st.none() | texts,
 )  # fmt: skip
+growths = st.builds(Growth, counts, texts, texts, st.none() | texts, texts, st.booleans())
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -69,6 +70,7 @@ def traces(draw):
         notes=tuple(draw(st.lists(texts, max_size=2))),
         provenance=draw(st.dictionaries(texts, json_values, max_size=3)),
         step_ends=tuple(sorted(draw(st.lists(st.integers(0, len(ticks)), max_size=3)))),
+        growth=tuple(draw(st.lists(growths, max_size=3))),
     )
 
 

@@ -53,6 +53,10 @@ class MicroBatch(Strategy):
             runner.notes.append(f"the batch does not divide evenly: micro-batches of {_listed(sizes)}")
         if step.weight is not None and max(shares) - min(shares) > 1e-9:
             runner.notes.append(f"micro-batches hold {_listed([f'{share:.3g}' for share in shares])} of the loss terms")
+        low = {p.dtype for _, p in step.named_parameters() if p.requires_grad and p.dtype.itemsize < 4}
+        if low and len(parts) > 1:
+            kinds = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))
+            runner.notes.append(f"gradients are summed up in {kinds}, which rounds at each addition: see their error")
         for number, share in enumerate(shares, start=1):
             if share == 0:
                 runner.notes.append(f"micro-batch {number} holds no loss terms (weight 0) and is left out")

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .. import nest
 from ..clock import clean_name, region, unwrapped
 from ..errors import MemlabError
 from ..nest import near_equal
@@ -173,7 +174,8 @@ def checkpointed(module: nn.Module, name: str, options: dict[str, Any], called: 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         called(name)
-        return checkpoint(in_region, *args, use_reentrant=False, **options, **kwargs)
+        with _inputs_kept(name, module, (args, kwargs)):
+            return checkpoint(in_region, *args, use_reentrant=False, **options, **kwargs)
 
     return run
 
@@ -200,10 +202,26 @@ def checkpointed_segments(
         called(name)
         input = children(range(groups[0].start), input)
         for group in groups:
-            input = checkpoint(in_region, group, input, use_reentrant=False, **options)
+            with _inputs_kept(f"{name}, children {group.start} to {group.stop - 1},", container, input):
+                input = checkpoint(in_region, group, input, use_reentrant=False, **options)
         return children(range(groups[-1].stop, len(container)), input)
 
     return run
+
+
+@contextlib.contextmanager
+def _inputs_kept(name: str, module: nn.Module, inputs: Any) -> Iterator[None]:
+    """Raise where a region edits its own input in place: the second run would begin with what the first one left."""
+    versions = [(tensor, tensor._version) for tensor in nest.tensors(inputs)]
+    yield
+    edited = [tuple(tensor.shape) for tensor, version in versions if tensor._version != version]
+    if edited and torch.is_grad_enabled():
+        inside = [key for key, inner in module.named_modules() if getattr(inner, "inplace", False) is True]
+        who = f" (with inplace=True in it: {', '.join(inside[:4])})" if any(inside) else ""
+        raise MemlabError(
+            f"{name} edits its own input, a tensor of shape {edited[0]}, in place{who}, and that input is what "
+            "checkpointing keeps for the second run: use inplace=False there, or checkpoint other blocks"
+        )
 
 
 @contextlib.contextmanager

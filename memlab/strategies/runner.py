@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .. import nest
+from .. import nest, release
 from ..errors import MemlabError
 from ..step import MicroBatchPart, TrainingStep
 
@@ -50,6 +50,7 @@ class Runner:
         self.steps_in_backward = False
         self.afterwards: list[Callable[[], Iterable[str]]] = []
         self._applied = True
+        self._looked = False
 
     @property
     def batch(self) -> Any:
@@ -88,8 +89,9 @@ class Runner:
             with contextlib.nullcontext() if self.around_run is None else self.around_run(catch):
                 self.losses = list(self._forward_and_backward())
                 self._update(catch)
-        except Exception as error:
-            if not isinstance(error, MemlabError):
+        except BaseException as error:
+            release.queue()
+            if isinstance(error, Exception) and not isinstance(error, MemlabError):
                 error.add_note(f"memlab was running one training step of {self.step!r}, strategy: {self.name}")
             raise
         finally:
@@ -118,6 +120,8 @@ class Runner:
     def _backward(self, batch: Any, share: float) -> torch.Tensor:
         with self.around_forward():
             loss = self.step.loss(batch)
+        if not self._looked:
+            self._look_for_early_gradients()
         if share != 1.0:
             loss = loss * share
         value = loss.detach()
@@ -125,6 +129,16 @@ class Runner:
             loss = self.scaler.scale(loss)
         loss.backward()
         return value
+
+    def _look_for_early_gradients(self) -> None:
+        """Gradients are None when a step begins (rule 2): after its first loss, whatever is there came from loss_fn."""
+        self._looked = True
+        early = [name for name, parameter in self.step.named_parameters() if parameter.grad is not None]
+        if early:
+            self.notes.append(
+                f"loss_fn calls backward itself: the gradients that it leaves ({', '.join(early[:4])}) add to the "
+                "step's own. Have it return the loss alone"
+            )
 
     def _update(self, catch: Catch | None) -> None:
         optimizer = self.step.optimizer

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MemlabError
-from ..trace import CATEGORIES, PHASES, Allocation, Operator, Place, SavedTensor, Trace
+from ..trace import CATEGORIES, PHASES, Allocation, Growth, Operator, Place, SavedTensor, Trace
 
 _VERSION = 1
 _KEY = "memlab_trace"  # first in the file, so that its kind and version show
-_TABLES: dict[str, type] = {"allocations": Allocation, "operators": Operator, "saved": SavedTensor}
+_TABLES: dict[str, type] = {"allocations": Allocation, "operators": Operator, "saved": SavedTensor, "growth": Growth}
 _LONGEST = 2**27  # bytes of JSON: about a million allocations
 _MOST_TICKS = 2**26  # a trace keeps a number for each tick, so that one false tick could fill the memory
 

@@ -17,7 +17,7 @@ from ..trace import Trace
 from ..units import format_bytes
 from .colours import COLOURS, HATCHES, TOO_SMALL
 from .table import HEADS, cells, footnotes, unit
-from .words import comparison_sentences, figure_summary, operator_name, pass_name, percent, trace_sentences
+from .words import comparison_sentences, figure_summary, growth, operator_name, pass_name, percent, trace_sentences
 
 if TYPE_CHECKING:
     from ..compare import Comparison, Row
@@ -39,7 +39,7 @@ def trace_html(trace: Trace) -> str:
     head += f" ({escape(where)})" if where else ""
     facts = [f"highest in {phase}: {format_bytes(nbytes)}" for phase, nbytes in trace.by_phase().items()]
     facts.append(f"saved for backward: {format_bytes(trace.saved_bytes)}")
-    remarks = [*(f"not seen: {sentence}" for sentence in trace.absent), *trace.notes]
+    remarks = [*growth(trace), *(f"not seen: {sentence}" for sentence in trace.absent), *trace.notes]
     return "".join(
         [
             f"<div><div>{head}</div>",

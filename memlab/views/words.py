@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..trace import SAVED_CATEGORIES, Allocation, Peak, Place, Trace
+from ..trace import SAVED_CATEGORIES, Allocation, Growth, Peak, Place, Trace
 from ..units import GiB, KiB, MiB, format_bytes, format_ratio
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def describe_trace(trace: Trace) -> str:
     if "max_memory_reserved" in trace.provenance:
         reserved = format_bytes(trace.provenance["max_memory_reserved"])
         lines.append(f"{'reserved':<20}{reserved} by the device's allocator, for what is allocated")
-    for title, sentences in (("not seen", trace.absent), ("note", trace.notes)):
+    for title, sentences in (("grows", growth(trace)), ("not seen", trace.absent), ("note", trace.notes)):
         lines += [f"{title:<20}{sentence}" for sentence in sentences]
     return "\n".join(lines)
 
@@ -158,8 +158,30 @@ def trace_sentences(trace: Trace) -> Iterator[str]:
         yield f"The next highest is {_PASSES[phase]}, with {format_bytes(others[phase])}."
     if trace.saved:
         yield f"When backward begins, autograd holds {format_bytes(trace.saved_bytes)} for it."
+    yield from growth(trace)
     yield from bounds(trace)
     yield from _asides(trace)
+
+
+def growth(trace: Trace) -> Iterator[str]:
+    """What grows from step to step, who holds it and what to do: a sentence for each holder, the largest first."""
+    held: dict[tuple[str, bool], list[Growth]] = {}
+    for part in trace.growth:
+        held.setdefault((part.holder, part.through_graph), []).append(part)
+    for (holder, through_graph), parts in sorted(held.items(), key=lambda item: -_per_step(item[1])):
+        largest = parts[0]
+        made = f"{largest.operator.rpartition('::')[2]}" + (f" in {largest.module}" if largest.module else "")
+        made += f" ({largest.source})" if largest.source else ""
+        graphs, share = (" with their graphs" if through_graph else ""), "the largest " if parts[1:] else ""
+        remedy = "loss.item() or loss.detach()" if through_graph else "numbers (.item()), or only what is still needed"
+        yield (
+            f"Memory grows by {format_bytes(_per_step(parts))} a step: tensors of past steps are kept{graphs} by "
+            f"{holder}, {share}made by {made}. Keep {remedy} instead."
+        )
+
+
+def _per_step(parts: Iterable[Growth]) -> int:
+    return sum(part.bytes_per_step for part in parts)
 
 
 def bounds(trace: Trace) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""memlab inside a notebook: the only files, with the course's, that import IPython and ipywidgets."""
