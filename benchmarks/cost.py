@@ -54,13 +54,13 @@ class Size:
 PLAIN, TENSORS, EXACT = "plain step", "memlab.record", "memlab.record, allocator=True"
 SIZES = {
     "launch-bound": Size(
-        {"batch": 8, "context": 64, "width": 128, "depth": 3, "heads": 4},
+        {"batch": 8, "context": 72, "width": 128, "depth": 4, "heads": 4},
         repeats=60,
         targets={TENSORS: Target(1.4, aim=1.2), EXACT: Target(2.8, aim=2.0)},
     ),
     "mid-size": Size(
         {"batch": 16, "context": 128, "width": 512, "depth": 3, "heads": 4},
-        repeats=20,
+        repeats=12,
         targets={TENSORS: Target(1.05), EXACT: Target(1.1)},
     ),
 }

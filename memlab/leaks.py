@@ -8,7 +8,7 @@ Rule 1. A storage is *kept* when it was made in one step and is still there when
 Rule 2. A place (module, operator, source line) grows when its kept bytes rose in each of the last two steps. So a cache
         that the first step fills does not grow, nor does a buffer of the last few losses that is full by then.
 Rule 3. Bytes per step are those that the last step but one left behind: the last step's own are not yet known as kept.
-Rule 4. Parameters, buffers, optimizer state and the batch do not count, whatever they do.
+Rule 4. Parameters, buffers, optimizer state and the batch do not count, whatever they do; gradients of past steps do.
 Rule 5. Below `LEAST` bytes a step nothing is reported, unless what is held carries a graph: a list of 4-byte losses is
         harmless, while a graph has nodes as well, which are no tensors and not in the figure.
 Rule 6. The price is paid at the end of a recording; where nothing grows it is one pass over the storages.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,10 +70,9 @@ def _growing(tracker: Tracker, clock: Clock) -> dict[Storage, _Where]:
     ends = clock.step_ends
     if len(ends) < 3:
         return {}
-    starts = [0, *ends]
     last = [  # of the last three steps: its first operator, and the length of the log at its end
-        (starts[step], tracker.operators[ends[step] - 1][3]) for step in range(len(ends) - 3, len(ends))
-    ]
+        (first, tracker.operators[end - 1][3] if end else 0) for first, end in pairwise([0, *ends])
+    ][-3:]
     levels: dict[_Where, list[int]] = {}
     left: dict[Storage, _Where] = {}
     for storage in tracker.storages:

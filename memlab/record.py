@@ -164,7 +164,7 @@ class Recorder:
         self._start_ns = 0
         self._reserved = 0
         self._growth: tuple[Growth, ...] = ()
-        self._given = model, optimizer, batch
+        self._given: tuple[nn.Module | None, Any, Any] = model, optimizer, batch
 
     # -- starting and stopping -----------------------------------------------------------------------------------
 
@@ -190,6 +190,7 @@ class Recorder:
                 self._listener.start()
                 self._undo.callback(self._stop_listening)
             self._register(*self._given)
+            self._given = None, None, None  # the trace may be put together much later, and holds none of them
             self.clock.start()
             self._undo.callback(self.clock.stop)
             self._start_ns = time.perf_counter_ns()

@@ -13,10 +13,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import memlab
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def everything_is_seen():
     """`gc.freeze`, by which the tests begin, hides what is there from the search for holders."""
     gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 class Net(nn.Module):
@@ -306,6 +309,18 @@ def test_nothing_is_kept_alive_by_looking():
     finally:
         gc.enable()
     assert trace.growth
+
+
+def test_a_trace_that_nobody_has_read_holds_nothing_either():
+    model, batch = Net(), torch.ones(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memlab.record(model, optimizer, batch) as trace:
+        train(lambda model, output, loss: None, model=model)
+    gone = [weakref.ref(held) for held in (model, optimizer, batch)]
+    del model, optimizer, batch
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+    assert len(trace.steps) == 5
 
 
 def test_variables_that_a_user_looks_at_stay():
