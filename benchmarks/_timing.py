@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent / "README.md"
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {line} |" for line in [padded[0], rule, *padded[1:]])
 
 
-def publish(name: str, text: str, values: dict[str, Any]) -> None:
-    """Print a result, and write it to `results/` for people (.md) and for programs (.json)."""
+def publish(name: str, text: str, values: dict[str, Any], store: bool = True) -> None:
+    """Print a result; and `store` it in `results/`, for people (.md) and programs (.json), and in the README."""
     about = setting()
     words = ", ".join(f"{key} {value}" for key, value in about.items())
     page = f"{text.strip()}\n\nSetting: {words}.\n"
     print(page)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(page)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"setting": about} | values, indent=1) + "\n")
+    if store:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.md").write_text(page)
+        (RESULTS / f"{name}.json").write_text(json.dumps({"setting": about} | values, indent=1) + "\n")
+        between = re.compile(f"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+        README.write_text(between.sub(lambda _: f"\n{page}\n", README.read_text()))

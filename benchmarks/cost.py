@@ -1,7 +1,7 @@
 """What recording costs: a training step of a GPT with and without instruments, as ratios to the plain step.
 
     python benchmarks/cost.py             both sizes; about four minutes
-    python benchmarks/cost.py --quick     a tenth of the repeats: a smoke test, too noisy to judge by
+    python benchmarks/cost.py --quick     a tenth of the repeats, nothing stored: a smoke test, too noisy to judge by
 
 Two sizes, both known by what torch's own MemTracker costs: *launch-bound*, where the step is so small that the program
 and not the arithmetic takes the time (the worst case for every tool; MemTracker about 3.9 of the plain step), and
@@ -163,7 +163,8 @@ def main() -> int:
         header = ("", "ms, median", "ratio", "of minima", "target", "verdict")
         sections.append(f"**{name}** GPT ({sizes}), forward, backward, AdamW; {noise}.\n\n" + table(header, rows))
     outcome = "\n".join(f"Missed: {line}." for line in missed) or "Every target is met."
-    publish("cost", "## What recording costs\n\n" + "\n\n".join(sections) + f"\n\n{outcome}", values)
+    text = "## What recording costs\n\n" + "\n\n".join(sections) + f"\n\n{outcome}"
+    publish("cost", text, values, store=not options.quick)
     return 1 if missed else 0
 
 

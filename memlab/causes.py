@@ -123,10 +123,11 @@ def _of_shares(step: TrainingStep, times: float | None, touched: list[str]) -> s
             f"the batch has targets of {ignored}, which cross-entropy leaves out: micro-batches hold unequal numbers "
             f"of loss terms. Pass weight=lambda batch: (its target != {ignored}).sum()"
         )
-    state = f", or the forward pass uses state that it changes ({listed(touched)})" if touched else ""
+    which = f" ({listed(touched)})" if touched else ""
     return (
-        "the loss is not a mean over independent samples: it couples them (contrastive losses, batch statistics), or "
-        f'its terms are unequally many (pass weight=) or summed (pass reduction="sum"){state}'
+        "the loss is not a mean over independent samples: it couples them (contrastive losses, batch statistics, a "
+        f"first dimension that is time), it uses state that a forward pass changes{which}, or its terms are unequally "
+        'many (pass weight=) or summed (pass reduction="sum")'
     )
 
 
@@ -141,7 +142,7 @@ def _batch_norms(model: nn.Module) -> list[str]:
     return [
         f"{clean_name(name)} ({type(module).__name__})"
         for name, module in root.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
     ]
 
 

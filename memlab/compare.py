@@ -182,6 +182,7 @@ def _row(stage: Stage, prover: Prover, label: str, strategy: Strategy, tell: Any
     except Exception as error:
         if strategy == Baseline():
             raise
+        stage.release_graphs()
         return replace(row, error=reason(error, stage.step, strategy))
     plain = prover.plain_flops()
     return replace(

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import nest
 from .clock import unwrapped
-from .state import data_globals, helpers, is_foreign, is_optimizer_hooks, walk
+from .walk import data_globals, helpers, is_foreign, is_optimizer_hooks, walk
 
 Memo = dict[int, Any]
 
@@ -37,7 +37,8 @@ def copied(*roots: Any, dtype: torch.dtype, device: torch.device) -> list[Any]:
     found = list(walk(*roots))
     tensors = [t for t in found if isinstance(t, torch.Tensor) and not is_lazy(t)]
     for module in found:
-        if isinstance(module, torch.jit.ScriptModule) and id(module) not in memo:  # the outermost is found first
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if scripted and not any(id(held) in memo for held in (module, *module.parameters())):  # outermost comes first
             _copy_script(module, memo, dtype, device)
     tensors = [t for t in tensors if id(t) not in memo]
     _make_twins([t for t in tensors if not is_traceable_wrapper_subclass(t)], memo, dtype, device)

@@ -16,7 +16,7 @@ from torch import nn
 
 from .clock import clean_name
 from .nest import is_numpy
-from .state import attributes
+from .walk import attributes, slots
 
 Kept: TypeAlias = dict[str, complex | torch.Tensor]
 
@@ -60,7 +60,8 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple | collections.deque):
         yield from ((f"[{index}]", inner) for index, inner in enumerate(value))
     else:
-        yield from ((f".{name}", inner) for name, inner in (attributes(value) or {}).items())
+        own = {**(attributes(value) or {}), **slots(value)}
+        yield from ((f".{name}", inner) for name, inner in own.items())
 
 
 def _tensor(array: Any) -> torch.Tensor | None:

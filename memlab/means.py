@@ -31,13 +31,13 @@ class Means(LightMode):
         name = func.name().removeprefix("aten::").partition(".")[0]
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        before = _streams()
+        before = global_streams()
         out = func(*args, **kwargs)
         given = _given(func, args, kwargs)
         if name in _MEANS:
             mean = _MEANS[name](given)
             return out.copy_(mean) if isinstance(mean, torch.Tensor) else out.fill_(mean)
-        if given.get("generator") is not None or any(map(_differ, before, _streams())):
+        if given.get("generator") is not None or any(map(differ, before, global_streams())):
             self.no_mean.add(name)
         return out
 
@@ -47,12 +47,13 @@ def _given(func: Any, args: Any, kwargs: Any) -> _Given:
     return {**given, **dict(zip(given, args, strict=False)), **kwargs}
 
 
-def _streams() -> list[torch.Tensor]:
+def global_streams() -> list[torch.Tensor]:
+    """The states of torch's global generators."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else ())]
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.equal(one, other)
 
 

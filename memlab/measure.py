@@ -7,6 +7,7 @@ the user's own state back at the end. `measure` runs one strategy on it under th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Iterator
 from types import TracebackType
@@ -14,6 +15,7 @@ from types import TracebackType
 import torch
 
 from . import allocator as allocator_
+from . import release
 from .errors import MemlabError
 from .record import Recorder
 from .state import State, snapshot
@@ -39,6 +41,7 @@ class Stage:
         self._start: State | None = None
         self._compiled = bool(compiled_modules(step) or scripted_modules(step))
         self._rehearsed: set[str] = set()
+        self._first_node = torch._C._autograd._get_sequence_nr()
 
     def __enter__(self) -> Stage:
         step = self.step
@@ -65,6 +68,8 @@ class Stage:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         assert self._users is not None
+        if error is not None:
+            self.release_graphs()
         self._users.restore()
         self._users = self._start = None
 
@@ -90,6 +95,10 @@ class Stage:
                 yield runner
         finally:
             self._start.restore()
+
+    def release_graphs(self) -> None:
+        """After an error: let go of all graphs made here. Those of checkpointed regions would stay for good."""
+        release.graphs(self._first_node)
 
     def _rehearse(self, strategy: Strategy) -> None:
         """Have modules compiled for this strategy's shapes and types while no instrument looks on: what is compiled
@@ -149,6 +158,8 @@ def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: 
         )
         recorder.start()
         try:
+            for root in list(step.roots.values())[1:]:
+                recorder.adopt(root)
             runner.run()
         finally:
             recorder.stop()
@@ -158,13 +169,9 @@ def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: 
         if compiled := compiled_modules(step):
             notes.append(f"{', '.join(compiled)} runs compiled and is measured so, as one unit")
             absent.append("single operators and modules inside compiled code")
-        if scripted := scripted_modules(step):
-            notes.append(
-                f"{', '.join(scripted)} runs in TorchScript, which shows nobody what it saves for backward: saved "
-                "bytes leave that out, and at the peak it counts as temporaries"
-            )
         notes += own_checkpointing(step)
-        return recorder.trace(strategy=strategy.label(step), notes=notes, absent=absent)
+        traced = recorder.trace(strategy=strategy.label(step), notes=notes, absent=absent)
+        return dataclasses.replace(traced, notes=(*traced.notes, *_of_scripts(step, traced)))
 
 
 def compiled_modules(step: TrainingStep) -> list[str]:
@@ -181,6 +188,16 @@ def scripted_modules(step: TrainingStep) -> list[str]:
     scripted = [module for module in step.model.modules() if isinstance(module, torch.jit.ScriptModule)]
     inner = {id(child) for module in scripted for child in module.modules() if child is not module}
     return [step.module_names[id(module)] for module in scripted if id(module) not in inner]
+
+
+def _of_scripts(step: TrainingStep, traced: Trace) -> list[str]:
+    """A note where TorchScript ran a graph of its own making, as it does from the second or third call on."""
+    if not any("DifferentiableGraphBackward" in sentence for sentence in traced.absent):
+        return []
+    return [
+        f"{', '.join(scripted_modules(step))} runs in TorchScript, which shows nobody what it saves for backward: "
+        "saved bytes leave that out, and at the peak it counts as temporaries"
+    ]
 
 
 def own_checkpointing(step: TrainingStep) -> list[str]:

@@ -20,12 +20,12 @@ from . import nest
 from .clock import clean_name
 from .flops import FlopCounter
 from .kept import Kept, kept
-from .means import Means
+from .means import Means, differ, global_streams
 from .measure import Stage, refuse_nan
 from .modes import LightMode
-from .state import stream, walk
 from .step import TrainingStep
 from .strategies import Strategy
+from .walk import stream, walk
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Gradients: TypeAlias = dict[str, torch.Tensor | None]
@@ -64,8 +64,8 @@ def run_once(stage: Stage, strategy: Strategy, *, mean: bool = False) -> Outcome
     def catch(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         caught[id(parameter)] = parameter, _host(gradient)
 
-    flops, precision, means = FlopCounter(), _LowestPrecision(), Means() if mean else None
-    with stage.applied(strategy) as runner, flops, precision, means or contextlib.nullcontext():
+    flops, watch, means = FlopCounter(), _Watch(), Means() if mean else None
+    with stage.applied(strategy) as runner, flops, watch, means or contextlib.nullcontext():
         streams = _Streams(step)
         start = {name: parameter.detach().clone() for name, parameter in step.named_parameters()}
         start_buffers = _buffers(step)
@@ -89,11 +89,11 @@ def run_once(stage: Stage, strategy: Strategy, *, mean: bool = False) -> Outcome
             buffers=buffers,
             kept=kept(roots),
             touched=frozenset(name for name, t in buffers.items() if not _equal(t, start_buffers.get(name))),
-            drew_random=drew_torch or drew_held,
+            drew_random=drew_torch or drew_held or watch.drew,
             drew_own=drew_held or drew_outside,
             still=_still(step, start, gradients),
             no_mean=frozenset(means.no_mean if means else ()),
-            lowest=precision.lowest,
+            lowest=watch.lowest,
             flops=flops.total,
         )
 
@@ -146,19 +146,23 @@ def _still(step: TrainingStep, start: Tensors, gradients: Gradients) -> float:
         if gradient is not None and name in start and gradient.shape == parameter.shape:
             has = gradient != 0
             due += int(has.sum())
-            stayed += int((has & (parameter.detach() == start[name]).to("cpu")).sum())
+            stayed += int((has & (_host(parameter) == _host(start[name]))).sum())
     return stayed / due if due and step.optimizer is not None else 0.0
 
 
-class _LowestPrecision(LightMode):
-    """Notes the lowest floating type that operators compute in (`lowest`)."""
+class _Watch(LightMode):
+    """Notes the lowest floating type that operators compute in (`lowest`), and whether one drew random numbers
+    (`drew`), which the streams do not tell where the forward pass puts them back itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lowest: torch.dtype | None = None
+        self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = global_streams() if torch.Tag.nondeterministic_seeded in func.tags and not self.drew else []
         out = func(*args, **(kwargs or {}))
+        self.drew |= bool(before) and any(map(differ, before, global_streams()))
         for tensor in nest.tensors(out):
             if tensor.is_floating_point() and tensor.dim():
                 self.lowest = max(tensor.dtype, self.lowest or tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)

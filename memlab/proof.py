@@ -241,12 +241,16 @@ class Prover:
         return changed(first, second) - changed(first, self._truth.kept)
 
     def _about_low_precision(self, own: Outcome) -> list[str]:
-        return [
+        notes = [
             "low precision is left out of the float64 proof: it rounds parameters, gradients and optimizer state, and "
-            "small updates can vanish; the gradient error says how far gradients are off",
-            f"{own.still:.0%} of the weights that have a gradient did not move in this step (plain step: "
-            f"{self._own.still:.0%})",
+            "small updates can vanish; the gradient error says how far gradients are off"
         ]
+        if own.still > self._own.still + 0.01:
+            notes.append(
+                f"{own.still:.0%} of the weights that have a gradient did not move in this step (plain step: "
+                f"{self._own.still:.0%})"
+            )
+        return notes
 
     def plain_flops(self) -> int:
         return self._own.flops

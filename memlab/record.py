@@ -227,12 +227,16 @@ class Recorder:
 
     def _register(self, model: nn.Module | None, optimizer: Any, batch: Any) -> None:
         if model is not None:
-            self.clock.adopt(model)
-            self._new_root(model)
+            self.adopt(model)
         if optimizer is not None:
             self._find_state(optimizer)
         for index, tensor in enumerate(nest.tensors(batch)):
             self._give(tensor, "batch", f"batch[{index}]", "")
+
+    def adopt(self, root: nn.Module) -> None:
+        """Know a module and all that it holds by name before its first call."""
+        self.clock.adopt(root)
+        self._new_root(root)
 
     def _new_root(self, root: nn.Module) -> None:
         inner = unwrapped(root)

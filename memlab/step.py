@@ -24,7 +24,8 @@ from .clock import clean_name, unwrapped
 from .copies import copied
 from .errors import MemlabError
 from .nest import kind
-from .state import State, snapshot, walk
+from .state import State, snapshot
+from .walk import walk
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
 Optimizer: TypeAlias = torch.optim.Optimizer
@@ -130,6 +131,12 @@ class TrainingStep:
                 "clone() them outside inference_mode, or make them under torch.no_grad()"
             )
 
+        if batch is None and any(tensor.grad_fn is not None for tensor in nest.tensors(self.batch)):
+            raise MemlabError(
+                "a tensor of the batch is the result of a computation that autograd recorded, and each run would go "
+                "back through that graph, which the first one frees: detach() it, or compute it in loss_fn"
+            )
+
     def _why_no_grad(self) -> str:
         if not torch.is_grad_enabled():
             return "gradients are switched off here (torch.no_grad or set_grad_enabled(False)); leave that block"
@@ -148,10 +155,10 @@ class TrainingStep:
 
     @property
     def roots(self) -> dict[str, nn.Module]:
-        """The model under "", and what modules `loss_fn` holds besides (a criterion, a teacher), each under its class's
-        name and a dot: a prefix for names."""
+        """The model under "", and what modules it or `loss_fn` holds unregistered (a teacher in a list, a criterion),
+        each under its class's name and a dot: a prefix for names."""
         found, known = {"": unwrapped(self.model)}, {id(module) for module in self.model.modules()}
-        for module in walk(self.loss_fn):
+        for module in walk(self.model, self.loss_fn):
             if isinstance(module, nn.Module) and id(module) not in known:
                 known |= {id(inner) for inner in module.modules()}
                 kinds = sum(type(root) is type(module) for root in found.values())

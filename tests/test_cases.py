@@ -116,10 +116,12 @@ def undisturbed(step: memlab.TrainingStep) -> Iterator[None]:
     before, bytes_before = state(step), alive()
     try:
         yield
-    finally:
-        gc.collect()
-        assert alive() <= bytes_before
+    except BaseException:  # whose traceback holds the frames below it
         assert state(step) == before
+        raise
+    gc.collect()
+    assert alive() <= bytes_before
+    assert state(step) == before
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ def _(program):
     )
     assert rows["micro"].equivalent
     assert rows["baseline"].saved_bytes == program.saved()
-    assert float(step.loss()) == program.reference["loss"]
+    assert step.loss().item() == program.reference["loss"]
 
 
 @case(
@@ -279,9 +281,9 @@ def _(program):
 
     model, batch, _ = program.make()
     step = memlab.TrainingStep(model, batch, uncached, sgd)
-    found = gradients(step, Baseline()).values()
     loss, norm = program.reference["both_nocache"]
     assert float(step.loss()) == pytest.approx(loss, abs=1e-6)
+    found = gradients(step, Baseline()).values()
     assert float(torch.stack([g.square().sum() for g in found]).sum().sqrt()) == pytest.approx(norm, abs=1e-5)
     assert program.measure(step).peak_bytes > 0
 
@@ -402,10 +404,13 @@ def _(program):
     assert "Call model.train()" in note
     model.train()
     working = program.measure(step)
-    assert any("gradient checkpointing (LlamaDecoderLayer) is on" in note for note in working.notes)
+    assert any("LlamaDecoderLayer) is on: what is measured has it" in note for note in working.notes)
     inputs = program.reference["plain_act"] - plain.saved_bytes
-    hidden = program.reference["train_ckpt_act"] - inputs  # by hooks, which see no random state
-    assert working.saved_bytes == hidden + len(model.model.layers) * RNG_STATE
+    hidden = program.reference["train_ckpt_act"] - inputs
+    ids = torch.arange(16)[None]  # positions, their cosines and sines: keyword arguments, which hooks see neither
+    angles = model.model.rotary_emb(torch.ones(1), ids)
+    unseen = len(model.model.layers) * RNG_STATE + ids.nbytes + sum(angle.nbytes for angle in angles)
+    assert working.saved_bytes == hidden + unseen
 
 
 @case(
@@ -622,9 +627,11 @@ def _(program):
     expected, norms = program.module.step("full")
     for strategy, tolerance in ((MicroBatch(count=4), 1e-5), (MicroBatch(count=4) + MixedPrecision("fp16"), 1e-3)):
         step = program.step(optimizer=clipped)
+        calls.clear()
         with strategy.applied(step) as runner:
-            calls.clear()
             runner.run()
+            while runner.skipped:  # fp16 begins with too large a scale
+                runner.run()
         assert calls == pytest.approx(norms, rel=tolerance)
         weights = torch.cat([parameter.detach().flatten() for parameter in step.model.parameters()])
         assert float((weights - expected).abs().max()) < tolerance
@@ -641,7 +648,7 @@ def _(program):
     rows = program.compare(micro=MicroBatch(count=4), ckpt=Checkpoint("emb"), early=OptimizerInBackward())
     assert all(row.equivalent for row in rows.values())
     dense = sum(parameter.nbytes for parameter in program.make()[0].out.parameters())
-    assert rows["baseline"].trace.by_category("optimizer")["gradients"] == program.reference["sparse_bytes"] + dense
+    assert rows["baseline"].trace.by_category("backward")["gradients"] == program.reference["sparse_bytes"] + dense
     assert program.gap(MicroBatch(count=4)) < 1e-5
 
 
@@ -677,9 +684,10 @@ def _(program):
         trace = program.measure(step, MixedPrecision("bf16"), allocator=False)
         assert trace.saved_bytes == program.reference[f"bf16_b{size}"]
         several = program.measure(step, MixedPrecision("bf16") + MicroBatch(count=2), allocator=False)
-        for each in (trace, several):
-            biases = 2 * sum(p.numel() for p in step.model.parameters() if p.dim() == 1)
-            assert each.by_category("forward")["weight copies"] == program.reference["weight_copies"] + biases
+        biases = 2 * sum(p.numel() for p in step.model.parameters() if p.dim() == 1)
+        for each, number in ((trace, 0), (several, 0), (several, 1)):
+            copies = [a for a in each.allocations if a.category == "weight copies" and a.place.micro_batch == number]
+            assert sum(copy.nbytes for copy in copies) == program.reference["weight_copies"] + biases
 
 
 @case(
@@ -862,8 +870,9 @@ def _(program):
     step = program.step()
     fingerprint = program.module.fingerprint(step.model)
     for run in (program.measure, lambda step: program.compare(step, ckpt=Checkpoint("b"))):
-        with pytest.raises(ValueError, match=r"^user bug: batch of three$") as raised:
+        with pytest.raises(ValueError, match="user bug") as raised:
             run(step)
+        assert str(raised.value) == program.reference["message"]
         (note,) = raised.value.__notes__
         assert note.startswith("memlab was running one training step of TrainingStep(Net")
         assert program.module.fingerprint(step.model) == fingerprint
@@ -915,7 +924,7 @@ def _(program):
         with pytest.raises(memlab.MemlabError, match=r"the batch holds inference tensors.*clone\(\) them outside"):
             run(step)
     good = program.step((model, {"args": (batch["args"][0].clone(),), "target": batch["target"]}, loss_fn))
-    assert float(good.loss()) == pytest.approx(program.reference["loss_after_clone"])
+    assert good.loss().item() == pytest.approx(program.reference["loss_after_clone"])
     assert all(row.equivalent for row in program.compare(good, micro=MicroBatch(count=2)).values())
     assert not any(tensor.is_inference() for tensor in (*model.parameters(), *good.batch["args"]))
 
@@ -975,6 +984,7 @@ def _(program):
     trace = rows["baseline"].trace
     assert trace.saved_bytes == program.saved() == program.reference["act_noinput"]
     assert rows["amp"].equivalent
+    assert rows["amp"].notes == ("complex tensors stay complex: 0.w, 1.w",)
     assert rows["micro"].equivalent
     assert "complex tensors stay complex: 0.w, 1.w" in rows["pure"].error
     assert "MixedPrecision('bf16')" in rows["pure"].error
@@ -992,7 +1002,10 @@ def _(program):
 def _(program):
     try:
         step = program.step()
-        rows = program.compare(step, ckpt=Checkpoint("shared"), micro=MicroBatch(count=2), early=OptimizerInBackward())
+        before = state(step)  # not what is alive: DDP's buckets are C++'s, until a dispatch mode shows them to Python
+        strategies = {"ckpt": Checkpoint("shared"), "micro": MicroBatch(count=2), "early": OptimizerInBackward()}
+        rows = {row.label: row for row in memlab.compare(step, strategies, repeats=0).rows}
+        assert state(step) == before
         assert rows["ckpt"].equivalent
         assert rows["micro"].equivalent
         assert "would step before gradients are reduced" in rows["early"].error

@@ -143,6 +143,7 @@ ORDER = [
     "tracker",
     "ledger",
     "nest",
+    "walk",
     "state",
     "copies",
     "step",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from memlab import state as state_module
+from memlab import walk as walk_module
 from memlab.state import snapshot
 
 HISTORY = []
@@ -411,7 +411,7 @@ def test_what_is_not_followed_and_the_bound(monkeypatch):
     loop = Loop()
     loop.me, loop.lock, loop.module, loop.kind = loop, __import__("threading").Lock(), torch, Loop
     assert snapshot(loop).complete
-    monkeypatch.setattr(state_module, "MOST_OBJECTS", 10)
+    monkeypatch.setattr(walk_module, "MOST_OBJECTS", 10)
     assert not snapshot([[n] for n in range(20)]).complete
 
 

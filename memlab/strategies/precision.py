@@ -45,6 +45,7 @@ class MixedPrecision(Strategy):
     def install(self, runner: Runner) -> Iterator[None]:
         device = runner.step.device
         _check_support(self.dtype, device)
+        _note_complex(runner)
         runner.around_forward = functools.partial(torch.autocast, device.type, dtype=DTYPES[self.dtype])
         if self.dtype == "fp16":
             runner.scaler = torch.amp.GradScaler(device.type)
@@ -70,10 +71,8 @@ class LowPrecision(Strategy):
     def install(self, runner: Runner) -> Iterator[None]:
         step = runner.step
         _check_support(self.dtype, step.device)
-        named = [*unwrapped(step.model).named_parameters(), *unwrapped(step.model).named_buffers()]
-        if complex_names := [name for name, tensor in named if tensor.is_complex()]:
-            runner.notes.append(f"complex tensors stay complex: {', '.join(complex_names)}")
-        tensors = [tensor for _, tensor in named]
+        _note_complex(runner)
+        tensors = [*step.model.parameters(), *step.model.buffers()]
         if isinstance(step.loss_fn, nn.Module):
             tensors += [*step.loss_fn.parameters(), *step.loss_fn.buffers()]
         tensors += [tensor for tensor in nest.tensors(step.batch) if tensor.is_floating_point()]
@@ -82,6 +81,13 @@ class LowPrecision(Strategy):
                 if isinstance(module, nn.RNNBase):
                     module.flatten_parameters()
             yield
+
+
+def _note_complex(runner: Runner) -> None:
+    root = unwrapped(runner.step.model)
+    named = [*root.named_parameters(), *root.named_buffers()]
+    if complex_names := [name for name, tensor in named if tensor.is_complex()]:
+        runner.notes.append(f"complex tensors stay complex: {', '.join(complex_names)}")
 
 
 def _check_dtype(strategy: MixedPrecision | LowPrecision) -> None:

@@ -85,14 +85,12 @@ class Runner:
                 "this runner's strategy is no longer applied: call run() inside `with strategy.applied()`"
             )
         self._clear_gradients()
-        first_node = torch._C._autograd._get_sequence_nr()
         try:
             with contextlib.nullcontext() if self.around_run is None else self.around_run(catch):
                 self.losses = list(self._forward_and_backward())
                 self._update(catch)
         except BaseException as error:
             release.queue()
-            release.graphs(first_node)  # of a checkpointed region's graph nothing would ever go
             if isinstance(error, Exception) and not isinstance(error, MemlabError):
                 error.add_note(f"memlab was running one training step of {self.step!r}, strategy: {self.name}")
             raise

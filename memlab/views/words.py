@@ -7,6 +7,7 @@ without the bytes that the technique acts on. What it adds and what it leaves ar
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -62,9 +63,10 @@ def unit_for(nbytes: int) -> tuple[str, int]:
 
 
 def _wrapped(sentences: Iterable[str]) -> str:
-    """Each sentence on lines of its own, those after its first indented."""
+    """Each sentence on lines of its own, those after its first indented; a number and its unit stay together."""
     fill = textwrap.TextWrapper(_WIDE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).fill
-    return "\n".join(fill(sentence) for sentence in sentences)
+    tied = (re.sub(r"(\d) (?=%|[KMG]iB\b)", "\\1\N{NO-BREAK SPACE}", sentence) for sentence in sentences)
+    return "\n".join(fill(sentence) for sentence in tied).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def figure_summary(value: Trace | Comparison) -> str:
