@@ -30,7 +30,7 @@ def why_different(
     if found.gradient <= tolerance and found.loss <= tolerance:
         return [*notes, *_updates(step, found, tolerance)]
     if found.gradient <= tolerance:
-        notes.append(f"the loss differs ({found.loss:.2g} relative), the gradients do not")
+        notes.append(f"the loss differs ({found.loss:.2g} relative)")
     else:
         amount = f"{found.gradient:.2g} relative"
         if math.isinf(found.gradient):
@@ -61,7 +61,8 @@ def _updates(step: TrainingStep, found: Difference, tolerance: float) -> Iterato
         why = "the optimizer was given something else to do"
         if hooked := _hooked_after(step):
             why = f"your own hooks use each gradient of {listed(hooked)} as it comes, whole or not"
-        yield f"gradients agree but the updated parameters are {found.parameter:.1g} apart: {why}"
+        apart = f"{found.parameter:.1g} apart, most in {found.worst_parameter}"
+        yield f"gradients agree but the updated parameters are {apart}: {why}"
 
 
 def _cause(

@@ -200,7 +200,7 @@ _CHECKPOINTED = """
 """
 
 _EACH_BLOCK = """
-    for block in model.blocks:  # your model's repeated blocks
+    for block in model.blocks:  # put your model's repeated blocks in place of model.blocks
         block.forward = checkpointed(block.forward)
 """
 

@@ -158,7 +158,7 @@ class Prover:
             equivalent=equivalent,
             proof=by.proof,
             loss_difference=found.loss,
-            gradient_difference=found.gradient,
+            gradient_difference=None if self._consumed else found.gradient,
             gradient_error=error,
             buffer_differences=(*found.buffers, *found.kept),
             flops=own.flops,

@@ -111,7 +111,8 @@ class TrainingStep:
         self.check(batch)
         loss = self._loss(self.model, batch)
         if not isinstance(loss, torch.Tensor):
-            raise MemlabError(f"loss_fn returned {kind(loss)}, not a tensor: return the loss itself, not its .item()")
+            remedy = "is a `return` missing?" if loss is None else "return the loss itself, not its .item()"
+            raise MemlabError(f"loss_fn returned {kind(loss)}, not a tensor: {remedy}")
         if loss.numel() != 1:
             shape = tuple(loss.shape)
             raise MemlabError(f"the loss has shape {shape}, it is not a scalar: call .mean() or .sum() on it")

@@ -128,10 +128,12 @@ def _of_samples(allocation: Allocation) -> bool:
 
 _TECHNIQUES = (
     _Technique("Checkpoint", "activations", lambda a: a.category in SAVED_CATEGORIES),
-    _Technique("MicroBatch, MixedPrecision", "activations, temporaries of forward and backward", _of_samples),
+    _Technique(
+        "MicroBatch, MixedPrecision", "activations, temporaries and workspace of forward and backward", _of_samples
+    ),
     _Technique(
         "OptimizerInBackward",
-        "gradients, temporaries of the optimizer",
+        "gradients, temporaries and workspace of the optimizer",
         lambda a: a.category == "gradients" or _in_optimizer(a),
     ),
     _Technique("a fused optimizer", "temporaries of the optimizer", _in_optimizer),
@@ -195,8 +197,8 @@ def bounds(trace: Trace) -> Iterator[str]:
     fixed = alive.get("parameters", 0) + alive.get("optimizer state", 0) + alive.get("buffers", 0)
     if fixed:
         yield (
-            f"- LowPrecision alone makes parameters, buffers and optimizer state smaller: {format_bytes(fixed)} "
-            f"({percent(fixed, trace.peak_bytes)}) at the peak."
+            "Of all techniques only LowPrecision makes parameters, buffers and optimizer state smaller as well: "
+            f"{format_bytes(fixed)} ({percent(fixed, trace.peak_bytes)}) at the peak."
         )
 
 
@@ -279,7 +281,7 @@ def _where(plain: Row, trace: Trace) -> Iterator[str]:
     where = pass_name(peak.place)
     yield f"{plain.label}: the peak is {format_bytes(peak.nbytes)}, in {where}. Alive there: {_largest(trace, 3)}."
     if peak.phase == "optimizer":
-        yield "The peak is in the optimizer step: checkpointing and micro-batches cannot move it."
+        yield "The peak is in the optimizer step, where nothing is saved for backward: checkpointing cannot move it."
 
 
 def _largest(trace: Trace, count: int) -> str:
@@ -361,12 +363,13 @@ def _sums(measured: Measured) -> Iterator[str]:
             against = f"{format_bytes(trace.peak_bytes)} against {format_bytes(its.peak_bytes)}"
             if trace.peak_bytes > its.peak_bytes * (1 + _NEAR):
                 yield f"{row.label} is worse than {best.label}: {against}."
-            elif trace.peak_bytes > its.peak_bytes * (1 - _NEAR):
+            elif plain * (1 - _NEAR) > its.peak_bytes and trace.peak_bytes > its.peak_bytes * (1 - _NEAR):
                 yield f"{row.label} is no better than {best.label}: {against}."
         if len(parts) > 1 and all(part in savings for part in parts):
             added, together = sum(savings[part] for part in parts), plain - trace.peak_bytes
             text = f"{format_bytes(added)} one by one, {format_bytes(together)} together"
-            gaps.append((added - together, f"Savings do not add up. {row.label}: {text}."))
+            if added > 0:
+                gaps.append((added - together, f"Savings do not add up. {row.label}: {text}."))
     gap, sentence = max(gaps, default=(0, ""))
     if gap > plain * _NEAR:
         yield sentence
@@ -386,7 +389,9 @@ def _verdicts(rows: tuple[Row, ...]) -> Iterator[str]:
         agree = "are identical" if largest == 0 else f"agree to {max(largest, 1e-12):.0e}"
         how = "in float64" if {row.proof for row in same} == {"float64"} else "in the precision they can be run in"
         train = "trains" if len(same) == 1 else "train"
-        yield f"{who} {train} the same model as {rows[0].label}: {how} the gradients {agree}."
+        rounds = any("MixedPrecision" in repr(row.strategy) for row in same)
+        apart = ", apart from the rounding of autocast, which leaves float64 alone" if rounds else ""
+        yield f"{who} {train} the same model as {rows[0].label}: {how} the gradients {agree}{apart}."
     different: dict[str, list[str]] = {}
     for row in others:
         if row.equivalent is False:
