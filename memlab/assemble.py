@@ -237,7 +237,8 @@ def _absent(recorded: Recorded) -> Iterator[str]:
     if recorded.opaque:
         yield (
             f"what some operators save ({', '.join(sorted(recorded.opaque))}; CopySlices: in-place writes to views): "
-            "autograd lists none of it; its bytes are counted, as temporaries"
+            "autograd lists none of it. Counted as theirs is whatever is alive when backward begins and nothing else "
+            "explains"
         )
     if recorded.device.type == "cuda":
         yield "the CUDA context and memory that libraries take outside PyTorch's allocator"

@@ -6,6 +6,7 @@ the user's own state back at the end. `measure` runs one strategy on it under th
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -22,7 +23,12 @@ from .state import State, snapshot
 from .step import TrainingStep
 from .strategies import Baseline, Runner, Strategy
 from .trace import Trace
+from .units import format_bytes
 
+_IN_WORDS = {
+    "CopySlices": "an in-place write to a view (CopySlices)",
+    "DifferentiableGraphBackward": "TorchScript (DifferentiableGraphBackward)",
+}
 _MOST_WARM_UPS = 20  # fp16 loss scaling halves its scale from 2**16 at each overflow
 
 
@@ -39,7 +45,9 @@ class Stage:
         self._steady = steady
         self._users: State | None = None
         self._start: State | None = None
-        self._compiled = bool(compiled_modules(step) or scripted_modules(step))
+        self._compiled = bool(compiled_modules(step)) or any(
+            isinstance(module, torch.jit.ScriptModule) for module in step.model.modules()
+        )
         self._rehearsed: set[str] = set()
         self._first_node = torch._C._autograd._get_sequence_nr()
 
@@ -171,7 +179,7 @@ def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: 
             absent.append("single operators and modules inside compiled code")
         notes += own_checkpointing(step)
         traced = recorder.trace(strategy=strategy.label(step), notes=notes, absent=absent)
-        return dataclasses.replace(traced, notes=(*traced.notes, *_of_scripts(step, traced)))
+        return dataclasses.replace(traced, notes=(*traced.notes, *_of_unseen(traced)))
 
 
 def compiled_modules(step: TrainingStep) -> list[str]:
@@ -183,20 +191,20 @@ def compiled_modules(step: TrainingStep) -> list[str]:
     ]
 
 
-def scripted_modules(step: TrainingStep) -> list[str]:
-    """Names of the outermost modules that TorchScript runs."""
-    scripted = [module for module in step.model.modules() if isinstance(module, torch.jit.ScriptModule)]
-    inner = {id(child) for module in scripted for child in module.modules() if child is not module}
-    return [step.module_names[id(module)] for module in scripted if id(module) not in inner]
-
-
-def _of_scripts(step: TrainingStep, traced: Trace) -> list[str]:
-    """A note where TorchScript ran a graph of its own making, as it does from the second or third call on."""
-    if not any("DifferentiableGraphBackward" in sentence for sentence in traced.absent):
+def _of_unseen(traced: Trace) -> list[str]:
+    """A note on saved tensors that are assumed, not seen."""
+    unseen = [tensor for tensor in traced.saved if tensor.state == "unseen"]
+    if not unseen:
         return []
+    nodes = sorted({tensor.operator for tensor in unseen})
+    at_entry = collections.Counter[int]()
+    for tensor in unseen:
+        at_entry[tensor.entry] += tensor.storage_bytes
+    most = format_bytes(max(at_entry.values()))
+    which = ", ".join(_IN_WORDS.get(node, node) for node in nodes)
     return [
-        f"{', '.join(scripted_modules(step))} runs in TorchScript, which shows nobody what it saves for backward: "
-        "saved bytes leave that out, and at the peak it counts as temporaries"
+        f"{which} shows nobody what it saved: {most} that are alive when backward begins, and that nothing else "
+        "explains, are counted as saved"
     ]
 
 

@@ -311,7 +311,22 @@ class Recorder:
             holders: list[Storage | None] = [*found] or [None]
             for holder in holders:
                 self._saved.append(Saved(light, holder, nbytes, number, self._entered, module, source))
+        if graph.opaque:
+            self._assume_saved(graph.opaque, roots)
         self._entered += 1
+
+    def _assume_saved(self, nodes: Iterable[str], roots: Iterable[Any]) -> None:
+        """Nodes that show nothing of what they saved hold, as far as we can tell, what is alive for no other reason."""
+        known = [self.tracker.find(root) for root in roots]
+        known += [saved.storage for saved in self._saved if saved.entered == self._entered]
+        told, name, number = {id(storage) for storage in known}, " or ".join(nodes), len(self.tracker.operators)
+        for storage in self.tracker.alive():
+            if storage.operator >= 0 and storage.shape and not storage.role and id(storage) not in told:
+                _, place, line = self.tracker.operators[min(storage.operator, number - 1)][1]
+                module, source = self.clock.resolved(place, line)
+                dtype = str(storage.dtype).removeprefix("torch.")
+                entry = ledger.Entry(name, f"{name}.unseen", -1, None, "unseen", shape=storage.shape, dtype=dtype)
+                self._saved.append(Saved(entry, storage, storage.nbytes, number, self._entered, module, source))
 
     def _optimizer_begins(self, optimizer: Any) -> None:
         if optimizer not in self._optimizers:

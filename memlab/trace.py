@@ -98,7 +98,8 @@ class SavedTensor:
     storage:        identifier of the storage that holds it; `storage_bytes` its full size
     kind:           a category: parameters, buffers, batch, activations, weight copies, checkpoint inputs, ...
     state:          "kept" (in memory), "recomputed" (dropped, made again in backward), "offloaded" (moved to another
-                    device), "packed" (in a form of the user's own hooks)
+                    device), "packed" (in a form of the user's own hooks), "unseen" (alive when backward began, and
+                    explained by nothing but an operator that shows nothing of what it saved)
     shares_with:    slots saved earlier on the same storage
     micro_batch, step, entry: which micro-batch and step; `entry` numbers the entries to backward
     """

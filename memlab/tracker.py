@@ -175,6 +175,10 @@ class Tracker(LightMode):
             storage.operator = max(storage.operator, len(self.operators))
         return found
 
+    def alive(self) -> list[Storage]:
+        """The records of the storages that live now."""
+        return list(self._known.values())
+
     def find(self, tensor: Any) -> Storage | None:
         """The record of a tensor's storage, if it is known."""
         if not isinstance(tensor, torch.Tensor):

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import memlab
 from memlab import Checkpoint, LowPrecision, MicroBatch, MixedPrecision, OptimizerInBackward
 from memlab.means import Means
+from tests.truth import allocator_peak
 
 CHECKPOINT, MICRO = Checkpoint(), MicroBatch(count=4)
 
@@ -771,6 +772,49 @@ def test_a_batch_counts_the_storage_that_it_is(expanded):
     assert held == data.untyped_storage().nbytes() + batch[1].nbytes
 
 
+def test_what_an_in_place_write_to_a_view_saves_is_assumed_and_said():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 64), nn.Linear(8, 64)
+
+        def forward(self, x):
+            h = self.a(x) * 1
+            h[:, :32].mul_(self.b(x)[:, 32:].exp())
+            return h
+
+    model, batch = Halves(), (torch.randn(16, 8), torch.zeros(16, 64))
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        F.mse_loss(model(batch[0]), batch[1])
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *batch)}
+    seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in packed}
+    found = rows(model, nn.MSELoss(), batch)["baseline"]
+    assert found.saved_bytes == sum(nbytes for address, nbytes in seen.items() if address not in own)
+    assert "an in-place write to a view (CopySlices) shows nobody what it saved: 2.00 KiB" in told(found)
+    assert any("CopySlices" in sentence for sentence in found.trace.absent)
+
+
+def test_earlier_losses_let_go_of_their_elements():
+    """`mse_loss` leaves a storage of all elements behind its scalar; a loop gives its variable `loss` anew."""
+    model, (x, y) = net(), (torch.randn(64, 8), torch.randn(64, 4))
+    loss_fn = nn.MSELoss(reduction="sum")
+
+    def loop():
+        for xs, ys in zip(x.split(8), y.split(8), strict=True):
+            loss = loss_fn(model(xs), ys)
+            loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        del loss
+
+    loop()
+    step = memlab.TrainingStep(model, (x, y), loss_fn, reduction="sum")
+    peak = memlab.measure(step, MicroBatch(size=8)).peak_bytes
+    numbers = 7 * 4  # what memlab keeps of the earlier ones
+    assert peak - numbers == sum(p.nbytes for p in model.parameters()) + x.nbytes + y.nbytes + allocator_peak(loop)
+
+
 def test_what_is_saved_on_the_cpu_is_copies():
     def offloaded(self, x):
         with torch.autograd.graph.save_on_cpu():
@@ -795,13 +839,15 @@ def test_what_is_saved_on_the_cpu_is_copies():
 def test_torchscript(make):
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     before = [parameter.detach().clone() for parameter in plain.parameters()]
+    eager = rows(plain, strategies={"micro": MICRO})["baseline"].saved_bytes
     model = make(plain)
     strategies = {"ckpt": Checkpoint("0"), "micro": MICRO, "pure": LowPrecision("bf16"), "amp": MixedPrecision("bf16")}
     found = rows(model, strategies=strategies)
     assert found["micro"].equivalent
     assert found["micro"].proof == "float64"
     assert "is a ScriptModule, whose forward cannot be replaced" in found["ckpt"].error
-    assert "runs in TorchScript, which shows nobody what it saves for backward" in told(found["amp"])
+    assert "TorchScript (DifferentiableGraphBackward) shows nobody what it saved" in told(found["amp"])
+    assert found["baseline"].saved_bytes == eager  # alive and explained by nothing else
     assert all(map(torch.equal, plain.parameters(), before))
 
 

@@ -15,10 +15,11 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import nest, release
 from ..errors import MemlabError
@@ -87,7 +88,7 @@ class Runner:
         self._clear_gradients()
         try:
             with contextlib.nullcontext() if self.around_run is None else self.around_run(catch):
-                self.losses = list(self._forward_and_backward())
+                self._forward_and_backward()
                 self._update(catch)
         except BaseException as error:
             release.queue()
@@ -107,28 +108,28 @@ class Runner:
             total = total + loss
         return total
 
-    def _forward_and_backward(self) -> Iterator[torch.Tensor]:
+    def _forward_and_backward(self) -> None:
+        self.losses = []
         if self.micro_batches is None:
-            yield self._backward(self.step.batch, 1.0)
+            self._backward(self.step.batch, 1.0)
             return
         parts = [part for part in self.micro_batches if part.share > 0]  # without loss terms, a mean is 0/0
         no_sync: Context = getattr(self.step.model, "no_sync", contextlib.nullcontext)
         for part in parts:
             with contextlib.nullcontext() if part is parts[-1] else no_sync():
-                yield self._backward(nest.rebuilt(part.batch), part.share)
+                self._backward(nest.rebuilt(part.batch), part.share)
 
-    def _backward(self, batch: Any, share: float) -> torch.Tensor:
+    def _backward(self, batch: Any, share: float) -> None:
         with self.around_forward():
             loss = self.step.loss(batch)
         if not self._looked:
             self._look_for_early_gradients()
         if share != 1.0:
             loss = loss * share
-        value = loss.detach()
+        self.losses = [*map(_alone, self.losses), loss.detach()]
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()
-        return value
 
     def _look_for_early_gradients(self) -> None:
         """Gradients are None when a step begins (rule 2): after its first loss, whatever is there came from loss_fn."""
@@ -173,3 +174,12 @@ class Runner:
             for tensor in tensors:
                 if tensor.is_leaf:
                     tensor.grad = None
+
+
+def _alone(loss: torch.Tensor) -> torch.Tensor:
+    """An earlier loss without the storage it came in, as in a loop whose variable `loss` is given anew: `mse_loss` and
+    others leave their elements' behind it."""
+    if loss.untyped_storage().nbytes() == loss.nbytes:
+        return loss
+    with _disable_current_modes():
+        return loss.clone()
