@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
 from memlab.strategies import Runner
+from tests.truth import HOOK_REGISTRIES
 
 MOST_OPERATORS = 200
 SAMPLES = 6
@@ -131,16 +130,6 @@ def _identities(step: memlab.TrainingStep) -> list[int]:
 
 def _installed(step: memlab.TrainingStep) -> Any:
     """All that an instrument or a strategy could leave behind."""
-    registries = (
-        module_hooks._global_forward_pre_hooks,
-        module_hooks._global_forward_hooks,
-        module_hooks._global_forward_hooks_always_called,
-        module_hooks._global_forward_hooks_with_kwargs,
-        module_hooks._global_backward_hooks,
-        module_hooks._global_backward_pre_hooks,
-        optimizer_hooks._global_optimizer_pre_hooks,
-        optimizer_hooks._global_optimizer_post_hooks,
-    )
     modules = [
         (
             "forward" in vars(module),
@@ -152,7 +141,7 @@ def _installed(step: memlab.TrainingStep) -> Any:
         for module in step.model.modules()
     ]
     return (
-        [dict(registry) for registry in registries],
+        [dict(registry) for registry in HOOK_REGISTRIES],
         modules,
         [bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in step.model.parameters()],
         torch.autograd._engine_run_backward,

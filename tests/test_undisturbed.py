@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdRef
 
 import memlab
-from tests.truth import distinct_bytes
+from tests.truth import HOOK_REGISTRIES, distinct_bytes
 
 RECORDERS = {
     "without": contextlib.nullcontext,
@@ -72,18 +70,8 @@ def _trained(recorder):
 
 def _installed():
     """All that an instrument could leave behind."""
-    hooks = (
-        module_hooks._global_forward_pre_hooks,
-        module_hooks._global_forward_hooks,
-        module_hooks._global_forward_hooks_always_called,
-        module_hooks._global_forward_hooks_with_kwargs,
-        module_hooks._global_backward_hooks,
-        module_hooks._global_backward_pre_hooks,
-        optimizer_hooks._global_optimizer_pre_hooks,
-        optimizer_hooks._global_optimizer_post_hooks,
-    )
     return (
-        [dict(registry) for registry in hooks],
+        [dict(registry) for registry in HOOK_REGISTRIES],
         torch.autograd._engine_run_backward,
         torch.get_rng_state,
         torch.utils._python_dispatch._get_current_dispatch_mode(),

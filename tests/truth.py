@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
 
 
 def allocator_peak(run: Callable[[], Any]) -> int:
@@ -34,3 +36,15 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Iterable[torch.Tensor]) -> int:
     return distinct_bytes([*model.parameters(), *model.buffers(), *batch, *state_tensors(optimizer)])
+
+
+HOOK_REGISTRIES: tuple[Any, ...] = (
+    module_hooks._global_forward_pre_hooks,
+    module_hooks._global_forward_hooks,
+    module_hooks._global_forward_hooks_always_called,
+    module_hooks._global_forward_hooks_with_kwargs,
+    module_hooks._global_backward_hooks,
+    module_hooks._global_backward_pre_hooks,
+    optimizer_hooks._global_optimizer_pre_hooks,
+    optimizer_hooks._global_optimizer_post_hooks,
+)
