@@ -12,6 +12,7 @@ Rule 5. What belongs to a parameter (its gradient, its state) counts for the par
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import platform
 from collections.abc import Iterable, Iterator
@@ -75,11 +76,12 @@ def assembled(
         if here and (listened or role != "workspace"):
             allocations += _allocations(storage, role, places, lives)
     allocations += _workspace(lives, places)
+    work = tracker.work or itertools.repeat((), len(places))
     return Trace(
         allocations=tuple(allocations),
         operators=tuple(
-            Operator(place, tick, (row[2] - recorded.start_ns) / 1e9)
-            for place, tick, row in zip(places, lives.operator_ticks, tracker.operators, strict=True)
+            Operator(place, tick, (row[2] - recorded.start_ns) / 1e9, *work)
+            for place, tick, row, work in zip(places, lives.operator_ticks, tracker.operators, work, strict=True)
         ),
         saved=tuple(_saved_tensors(recorded, roles, places)),
         strategy=strategy,

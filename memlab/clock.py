@@ -32,6 +32,8 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from .modes import level
+
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(4)
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -80,6 +82,7 @@ class Clock:
         self._handles: list[Any] = []
         self._filter: Any = None
         self._thread = threading.get_ident()
+        self._level = level()
         self.on_new_root: Any = None
         self.before_optimizer: Any = None
         self.after_optimizer: Any = None
@@ -160,8 +163,9 @@ class Clock:
             self.leave()
 
     def _is_followed(self) -> bool:
-        """Whether this is the thread that is recorded, or one of the engine's; hooks hear of all."""
-        return threading.get_ident() == self._thread or _graph_task() != -1
+        """Whether this is the thread that is recorded, or one of the engine's, and no work of memlab's own; hooks hear of
+        all."""
+        return level() == self._level and (threading.get_ident() == self._thread or _graph_task() != -1)
 
     def module_of(self, sequence: int) -> str:
         """The module that made the node with that sequence number ("" for none)."""

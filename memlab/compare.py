@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .errors import MemlabError
+from .fake import FakeMode
 from .measure import Stage, refuse, trace
 from .progress import progress
 from .proof import Prover
 from .reasons import reason
+from .simulate import Device, simulation
+from .simulate import simulated as simulated_trace
 from .step import TrainingStep
 from .strategies import Baseline, Strategy
 from .trace import Trace
@@ -112,7 +115,12 @@ class Comparison:
 
 
 def compare(
-    step: TrainingStep, strategies: Iterable[Strategy] | Mapping[str, Strategy], repeats: int = 5
+    step: TrainingStep,
+    strategies: Iterable[Strategy] | Mapping[str, Strategy],
+    simulated: bool = False,
+    repeats: int = 5,
+    *,
+    device: Device = "cuda",
 ) -> Comparison:
     """Run one training step under several strategies, from the same start, and compare them with the plain step.
 
@@ -128,6 +136,7 @@ def compare(
     Parameters
     ----------
     strategies: an iterable, or a dict whose keys become the labels. The plain step is always row 0
+    simulated:  run nothing: the traces are those of `simulate`, for `device`. Rows then have no times and no proof
     repeats:    timed steps of each strategy, interleaved and without instruments; 0 leaves times out
 
     A strategy that cannot run becomes a row with its reason in `error` and does not end the comparison; a plain step
@@ -137,6 +146,8 @@ def compare(
         raise MemlabError(f"compare() takes a TrainingStep, not {type(step).__name__}")
     if not isinstance(repeats, int) or repeats < 0:
         raise MemlabError(f"repeats is {repeats!r}: give how often each step is timed, 0 for not at all")
+    if simulated:
+        return _simulated(step, strategies, device)
     labelled = _labelled(step, strategies)
     refuse(allocator=True)
     with progress(len(labelled) * 2 + repeats) as tell, Stage(step) as stage:
@@ -146,6 +157,37 @@ def compare(
             rows = [_row(stage, prover, label, strategy, tell) for label, strategy in labelled]
         ratios = _time_ratios(stage, {row.label: row.strategy for row in rows if row.error is None}, repeats, tell)
     return Comparison(tuple(replace(row, time_ratio=ratios.get(row.label)) for row in rows))
+
+
+def _simulated(
+    step: TrainingStep, strategies: Iterable[Strategy] | Mapping[str, Strategy], device: Device
+) -> Comparison:
+    with simulation(step, device) as (stage, mode):
+        labelled = _labelled(stage.step, strategies)
+        with progress(len(labelled)) as tell:
+            rows = [_simulated_row(stage, mode, label, strategy, device, tell) for label, strategy in labelled]
+    plain = rows[0].trace
+    assert plain is not None
+    return Comparison(
+        tuple(
+            replace(row, flops_ratio=row.trace.flops / plain.flops) if row.trace and plain.flops else row for row in rows
+        )
+    )
+
+
+def _simulated_row(
+    stage: Stage, mode: FakeMode, label: str, strategy: Strategy, device: Device, tell: Callable[[str], None]
+) -> Row:
+    tell(label)
+    row = Row(strategy, label)
+    try:
+        made = simulated_trace(stage, mode, strategy, device)
+    except Exception as error:
+        if strategy == Baseline():
+            raise
+        stage.release_graphs()
+        return replace(row, error=reason(error, stage.step, strategy))
+    return replace(row, trace=made, notes=made.notes)
 
 
 def _labelled(

@@ -1,7 +1,7 @@
-"""Deep copies in another precision and place, linked as the originals are.
+"""Deep copies whose tensors are others (in another precision, in another place), linked as the originals are.
 
-`copy.deepcopy` keeps links through its memo; here the memo is filled first, with every tensor's twin in the wanted
-dtype and on the wanted device, so that a copy in host memory never takes device memory. Rules:
+`copy.deepcopy` keeps links through its memo; here the memo is filled first, with every tensor's twin, so that a copy in
+host memory never takes device memory. `Recast` makes twins in another dtype and on another device. Rules:
 
 1. Twins share storage where the originals are the same view of one storage (tied parameters).
 2. Wrappers (compilation, data-parallel) are left off: the copy is of what they wrap.
@@ -31,18 +31,47 @@ from .walk import data_globals, helpers, is_foreign, is_optimizer_hooks, walk
 Memo = dict[int, Any]
 
 
-def copied(*roots: Any, dtype: torch.dtype, device: torch.device) -> list[Any]:
-    """Copies of the roots: floating tensors in `dtype`, complex ones in its complex counterpart, all on `device`."""
+class Recast:
+    """Makes twins: floating tensors in `dtype`, complex ones in its complex counterpart, all on `device`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self._dtype, self._device = dtype, torch.device(device)
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor for that view of a storage; all tensors that are the same view share it."""
+        return tensor.detach().to(self._device, _counterpart(tensor.dtype, self._dtype), copy=True)
+
+    def like(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """`data` as a tensor of the original's class (a parameter, a buffer)."""
+        return torch.Tensor._make_subclass(type(tensor), data.detach(), tensor.requires_grad)
+
+    def script(self, module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+        stored = io.BytesIO()  # `copy.deepcopy` of a scripted module runs on the original's parameters
+        torch.jit.save(module, stored)
+        stored.seek(0)
+        twin: torch.jit.ScriptModule = torch.jit.load(stored, map_location=self._device).to(self._dtype)
+        return twin
+
+    def array(self, array: Any) -> Any:
+        name = str(self._dtype).removeprefix("torch.")  # numpy's name for it is the same, but it has no bfloat16
+        return array.astype(name) if array.dtype.kind == "f" and name != "bfloat16" else array.copy()
+
+
+def copied(*roots: Any, twins: Recast) -> list[Any]:
+    """Copies of the roots, with the twins in the tensors' places."""
     memo: Memo = {}
     found = list(walk(*roots))
     tensors = [t for t in found if isinstance(t, torch.Tensor) and not is_lazy(t)]
     for module in found:
         scripted = isinstance(module, torch.jit.ScriptModule)
         if scripted and not any(id(held) in memo for held in (module, *module.parameters())):  # outermost comes first
-            _copy_script(module, memo, dtype, device)
+            twin = twins.script(module)
+            for of in (nn.Module.modules, nn.Module.parameters, nn.Module.buffers):
+                for old, new in zip(of(module), of(twin), strict=True):
+                    memo[id(old)] = new
     tensors = [t for t in tensors if id(t) not in memo]
-    _make_twins([t for t in tensors if not is_traceable_wrapper_subclass(t)], memo, dtype, device)
-    _make_array_twins(found, memo, dtype)
+    _make_twins([t for t in tensors if not is_traceable_wrapper_subclass(t)], memo, twins)
+    memo |= {id(array): twins.array(array) for array in found if nest.is_numpy(array)}
     for module in reversed(found):  # a wrapper may hold others, which the walk found later
         if isinstance(module, nn.Module) and unwrapped(module) is not module:
             memo[id(module)] = copy.deepcopy(unwrapped(module), memo)
@@ -52,15 +81,15 @@ def copied(*roots: Any, dtype: torch.dtype, device: torch.device) -> list[Any]:
     return [_copied(root, memo) for root in roots]
 
 
-def _make_twins(tensors: list[torch.Tensor], memo: Memo, dtype: torch.dtype, device: torch.device) -> None:
+def _make_twins(tensors: list[torch.Tensor], memo: Memo, twins: Recast) -> None:
     views: dict[Hashable, torch.Tensor] = {}
     for tensor in tensors:
         if tensor._post_accumulate_grad_hooks:
             raise TypeError("a parameter has post-accumulate-grad hooks, which would act on the original")
         view = view_of(tensor)
         if view not in views:
-            views[view] = tensor.detach().to(device, _counterpart(tensor.dtype, dtype), copy=True)
-        memo[id(tensor)] = torch.Tensor._make_subclass(type(tensor), views[view].detach(), tensor.requires_grad)
+            views[view] = twins.tensor(tensor)
+        memo[id(tensor)] = twins.like(tensor, views[view])
     for tensor in tensors:
         twin = memo[id(tensor)]
         twin.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
@@ -68,28 +97,12 @@ def _make_twins(tensors: list[torch.Tensor], memo: Memo, dtype: torch.dtype, dev
             twin.register_hook(hook)
 
 
-def _copy_script(module: torch.jit.ScriptModule, memo: Memo, dtype: torch.dtype, device: torch.device) -> None:
-    stored = io.BytesIO()  # `copy.deepcopy` of a scripted module runs on the original's parameters
-    torch.jit.save(module, stored)
-    stored.seek(0)
-    twin = torch.jit.load(stored, map_location=device).to(dtype)
-    for of in (nn.Module.modules, nn.Module.parameters, nn.Module.buffers):
-        for old, new in zip(of(module), of(twin), strict=True):
-            memo[id(old)] = new
-
-
-def _make_array_twins(found: list[Any], memo: Memo, dtype: torch.dtype) -> None:
-    name = str(dtype).removeprefix("torch.")  # numpy's name for it is the same, but it has no bfloat16
-    for array in found:
-        if nest.is_numpy(array) and array.dtype.kind == "f" and name != "bfloat16":
-            memo[id(array)] = array.astype(name)
-
-
 def view_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same view of one storage."""
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
+    storage = tensor.untyped_storage()._cdata  # by address, meta tensors would all be one
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.size(), tensor.stride()
 
 
 def _counterpart(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of whatever runs inside.
+"""The arithmetic of operators, and the bytes that they move: counted from shapes, so on tensors without data too.
 
 PyTorch's own formulas (`torch.utils.flop_counter`), plus what they leave out on CPU: fused attention and oneDNN's
 recurrent layers. One multiply-add is two operations.
@@ -8,12 +8,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .modes import LightMode
+
+
+class Work(NamedTuple):
+    """What one operator does: floating-point operations, bytes read and written (each tensor once), and the type it
+    computes in (that of its first floating-point argument, or result)."""
+
+    flops: int
+    moved_bytes: int
+    dtype: str
+
+
+def work(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
+    """The work of a call of an operator that has returned `out`."""
+    moved: dict[int, int] = {}
+    dtype = ""
+    for value in (*args, *(kwargs or {}).values(), out):
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                moved[id(tensor)] = tensor.numel() * tensor.element_size()
+                if not dtype and tensor.is_floating_point():
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Work(flops(func, args, kwargs, out), sum(moved.values()), dtype)
+
+
+def flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """The floating-point operations of that call; 0 for operators without matrix products."""
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+    ours = _OURS.get(packet.__name__)
+    return 0 if ours is None else int(ours(*args))
 
 
 class FlopCounter(LightMode):
@@ -25,11 +56,7 @@ class FlopCounter(LightMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.total += int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
-        elif packet.__name__ in _OURS:
-            self.total += int(_OURS[packet.__name__](*args))
+        self.total += flops(func, args, kwargs, out)
         return out
 
 

@@ -27,7 +27,6 @@ from torch import nn
 from . import release
 from .clock import user_line
 from .errors import MemlabError
-from .modes import is_unseen
 from .record import Recorder, record
 from .trace import Allocation, Peak, Trace
 from .tracker import Storage, Tracker
@@ -52,6 +51,16 @@ class OutOfMemoryError(MemlabError, torch.OutOfMemoryError):
 
 
 OutOfMemoryError.__module__ = "memlab"
+
+
+_active: list[_Limited] = []  # the innermost last
+
+
+def refuse(trace: Trace) -> None:
+    """Raise where a simulated step would exceed a limit that is on: nothing of it exists that could be counted."""
+    for limited in _active:
+        if trace.tensor_peak_bytes > limited.budget:
+            raise limited.would_be_exceeded(trace)
 
 
 class limit(record):  # a lower-case class: used like a function, as torch.no_grad is
@@ -93,7 +102,7 @@ class limit(record):  # a lower-case class: used like a function, as torch.no_gr
     A limit counts what tensors own, operator by operator. On a GPU the workspace inside operators, the rounding of the
     caching allocator, fragmentation and the CUDA context come on top. Of nested limits each holds, so the tighter one
     counts; `record` may be around or inside. Around `measure` and `compare` memlab's own back-ups and proofs do not
-    count, but the plain step does, with which both begin.
+    count, but the plain step does, with which both begin. Around `simulate` the error says what the step would need.
     """
 
     def __init__(
@@ -120,6 +129,7 @@ class limit(record):  # a lower-case class: used like a function, as torch.no_gr
         trace = super().__enter__()
         recorder = self._recorder
         assert recorder is not None
+        _active.append(recorder)
         if recorder.tracker.over():
             self._give_up(recorder, late=False)
         return trace
@@ -134,6 +144,7 @@ class limit(record):  # a lower-case class: used like a function, as torch.no_gr
                 release.frames(error, tb)
                 recorder.let_go()
         finally:
+            _active.remove(recorder)
             super().__exit__(kind, error, tb)
 
     def _give_up(self, recorder: _Limited, late: bool) -> None:
@@ -162,16 +173,11 @@ class _LimitedTracker(Tracker):
         self.first = 0  # the operator before which use was last known to be within the budget again (Rule 3)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_unseen():
-            return func(*args, **(kwargs or {}))
         number = len(self.operators)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if number < len(self.operators) and self.over():
             raise self._recorder.exceeded()
         return out
-
-    def meet(self, tensor: torch.Tensor, number: int) -> list[Storage]:
-        return [] if is_unseen() else super().meet(tensor, number)
 
     def over(self) -> bool:
         """Whether the peak is over the budget, and this has not yet been told (Rule 3)."""
@@ -227,7 +233,7 @@ class _Limited(Recorder):
 
     def __init__(self, budget: int, model: nn.Module | None, optimizer: Any, batch: Any, sources: bool) -> None:
         super().__init__(model, optimizer, batch, sources=sources)
-        self._budget = budget
+        self.budget = budget
         self.tracker = _LimitedTracker(self, budget)
         self._first_node = torch._C._autograd._get_sequence_nr()
         self._updating: tuple[Any, list[torch.Tensor]] | None = None  # an optimizer, its parameters without state
@@ -252,7 +258,7 @@ class _Limited(Recorder):
         if roots:
             self._read_ledger(roots)
         self._find_gradients(self._parameters)
-        text = format_bytes(self._budget)
+        text = format_bytes(self.budget)
         trace = self.trace(notes=[f"a memory limit of {text} was exceeded: the trace covers what ran up to there"])
         if self.tracker.first:
             trace = trace._window(self.tracker.first, len(trace.operators))
@@ -266,12 +272,25 @@ class _Limited(Recorder):
             *_bounds(_expecting(trace) if torch.is_grad_enabled() and (roots or in_backward) else trace),
             *self._what_stays(),
         ]
-        return OutOfMemoryError("\n".join(message), trace, self._budget, requested)
+        return OutOfMemoryError("\n".join(message), trace, self.budget, requested)
+
+    def would_be_exceeded(self, trace: Trace) -> OutOfMemoryError:
+        """The error for a simulated step, whose trace is whole."""
+        from .views.words import bounds, pass_name
+
+        peak, text = trace.tensor_peak, format_bytes(self.budget)
+        message = [
+            f"Out of a memory limit of {text}: the simulated step would need {format_bytes(peak.nbytes)} in "
+            f"{pass_name(peak.place)}, {format_bytes(peak.nbytes - self.budget)} too much.",
+            *_holders(peak.allocations),
+            *bounds(trace),
+        ]
+        return OutOfMemoryError("\n".join(message), trace, self.budget, peak.nbytes - self.budget)
 
     def _what_happened(self, peak: Peak, requested: int, late: bool) -> str:
         from .views.words import operator_name, pass_name
 
-        excess = f"{format_bytes(peak.nbytes - self._budget)} too much"
+        excess = f"{format_bytes(peak.nbytes - self.budget)} too much"
         if not requested:
             happened = f"{format_bytes(peak.nbytes)} were in use before anything ran, {excess}."
         else:

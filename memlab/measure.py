@@ -10,14 +10,16 @@ import collections
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from . import allocator as allocator_
 from . import release
 from .errors import MemlabError
+from .flops import work
 from .record import Recorder
 from .state import State, snapshot
 from .step import TrainingStep
@@ -150,7 +152,7 @@ def measure(
     that cannot be trained (no scalar loss, no gradient, NaN) or a strategy that cannot run on it; your code's own
     exceptions pass unchanged.
     """
-    strategy = _checked(step, strategy)
+    strategy = checked("measure", step, strategy)
     refuse(allocator)
     with Stage(step, steady) as stage:
         return trace(stage, strategy, allocator=allocator, sources=sources)
@@ -158,12 +160,15 @@ def measure(
 
 def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: bool = False) -> Trace:
     """Measure one strategy on a stage."""
+    return traced(stage, strategy, refuse_nan, allocator=allocator, sources=sources)
+
+
+def traced(stage: Stage, strategy: Strategy, check: Callable[[Runner], None], **instruments: Any) -> Trace:
+    """One strategy run on a stage under the `Recorder`'s `instruments`, and checked."""
     step = stage.step
     with stage.applied(strategy) as runner:
         gc.collect()  # garbage of earlier steps would be released in the middle of this one
-        recorder = Recorder(
-            step.model, step.optimizer, runner.batch, allocator=allocator, sources=sources, device=step.device
-        )
+        recorder = Recorder(step.model, step.optimizer, runner.batch, device=step.device, measures=work, **instruments)
         recorder.start()
         try:
             for root in list(step.roots.values())[1:]:
@@ -171,15 +176,15 @@ def trace(stage: Stage, strategy: Strategy, *, allocator: bool = True, sources: 
             runner.run()
         finally:
             recorder.stop()
-        refuse_nan(runner)
+        check(runner)
         notes = list(runner.notes)
         absent = [] if step.optimizer is not None else ["optimizer state: the step has no optimizer"]
         if compiled := compiled_modules(step):
             notes.append(f"{', '.join(compiled)} runs compiled and is measured so, as one unit")
             absent.append("single operators and modules inside compiled code")
         notes += own_checkpointing(step)
-        traced = recorder.trace(strategy=strategy.label(step), notes=notes, absent=absent)
-        return dataclasses.replace(traced, notes=(*traced.notes, *_of_unseen(traced)))
+        made = recorder.trace(strategy=strategy.label(step), notes=notes, absent=absent)
+        return dataclasses.replace(made, notes=(*made.notes, *_of_unseen(made)))
 
 
 def compiled_modules(step: TrainingStep) -> list[str]:
@@ -255,10 +260,11 @@ def refuse_nan(runner: Runner) -> None:
     )
 
 
-def _checked(step: TrainingStep, strategy: Strategy | None) -> Strategy:
+def checked(name: str, step: TrainingStep, strategy: Strategy | None) -> Strategy:
+    """The strategy that is meant, or an error for what is none."""
     if not isinstance(step, TrainingStep):
         raise MemlabError(
-            f"measure() takes a TrainingStep, not {type(step).__name__}: memlab.TrainingStep(model, batch, loss_fn)"
+            f"{name}() takes a TrainingStep, not {type(step).__name__}: memlab.TrainingStep(model, batch, loss_fn)"
         )
     if strategy is None:
         return Baseline()

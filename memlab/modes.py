@@ -1,4 +1,4 @@
-"""The base of our dispatch modes: cheap, and harmless to compiled code; and what a limit is not to see."""
+"""The base of our dispatch modes: cheap, and harmless to compiled code; and what instruments are not to see."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ class LightMode(TorchDispatchMode):
         return True
 
 
-_unseen = 0
+_level = 0
 
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """Memlab's own work (back-ups, proofs): a limit that the user has set does not count it."""
-    global _unseen
-    _unseen += 1
+    """Memlab's own work (back-ups, proofs, simulations): instruments that were on before do not see it."""
+    global _level
+    _level += 1
     try:
         yield
     finally:
-        _unseen -= 1
+        _level -= 1
 
 
-def is_unseen() -> bool:
-    return _unseen > 0
+def level() -> int:
+    """How many blocks of memlab's own work are open: an instrument sees what happens at the level it was made at."""
+    return _level

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from .causes import listed, why_different
+from .copies import Recast
 from .difference import Difference, changed, difference
 from .errors import MemlabError
 from .kept import kept
@@ -97,7 +98,7 @@ class Prover:
         if _no_gradient(self._own) and not self._consumed:
             raise MemlabError("no parameter gets a gradient: does loss_fn use the model that it is given?")
         try:
-            exact = stack.enter_context(Stage(self.stage.step.copy(torch.float64), steady=False))
+            exact = stack.enter_context(Stage(self.stage.step.copy(Recast(torch.float64)), steady=False))
             truth = self._run(exact, Baseline())
             if _no_gradient(truth):
                 raise MemlabError("the loss does not use the model that it is given")

@@ -33,6 +33,7 @@ from .accumulation import uses_by_engine
 from .assemble import Recorded, Saved, assembled, is_number
 from .clock import Clock, clean_name, unwrapped
 from .errors import MemlabError
+from .modes import level
 from .trace import Growth, Trace
 from .tracker import Storage, Tracker, parts
 
@@ -145,13 +146,17 @@ class Recorder:
         allocator: bool = False,
         sources: bool = False,
         device: torch.device | None = None,
+        measures: Callable[..., Any] | None = None,
+        host: str = "cpu",
     ) -> None:
         self.device = device or _device_of(model)
         self.clock = Clock(sources)
-        self.tracker = Tracker(self.clock, marks=allocator)
+        self.tracker = Tracker(self.clock, marks=allocator, measures=measures)
+        self._host = host  # where the states of random streams are: not on a GPU that is simulated on the CPU
         self._listener = allocator_.Listener(self.device) if allocator else None
         self._events: list[allocator_.Event] | None = None
         self._thread = threading.get_ident()
+        self._level = level()
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str, str]] = {}
         self._saved: list[Saved] = []
         self._opaque: set[str] = set()
@@ -217,6 +222,10 @@ class Recorder:
             )
         self._events = events
 
+    def _sees(self) -> bool:
+        """Whether what happens now is the recorded thread's, and no work of memlab's own."""
+        return threading.get_ident() == self._thread and level() == self._level
+
     def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         wrapped = functools.wraps(original)(functools.partial(replacement, original))
@@ -273,7 +282,7 @@ class Recorder:
     # -- what the program does -----------------------------------------------------------------------------------
 
     def _run_backward(self, original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1:
+        if not self._sees() or torch._C._current_graph_task_id() != -1:
             return original(roots, *args, **kwargs)
         self._read_ledger(roots)
         accumulates = kwargs.get("accumulate_grad", False)
@@ -359,8 +368,9 @@ class Recorder:
 
     def _get_rng_state(self, original: Callable[[], torch.Tensor]) -> torch.Tensor:
         state = original()
-        if threading.get_ident() == self._thread:
-            self.tracker.made_outside(state)
+        if self._sees():
+            for storage in self.tracker.made_outside(state):
+                storage.device = self._host
         return state
 
     # -- the trace -----------------------------------------------------------------------------------------------

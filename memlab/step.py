@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from . import nest
 from .clock import clean_name, unwrapped
-from .copies import copied
+from .copies import Recast, copied
 from .errors import MemlabError
 from .nest import kind
 from .state import State, snapshot
@@ -30,6 +30,7 @@ from .walk import walk
 Loss: TypeAlias = Callable[[Any, Any], Any]
 Optimizer: TypeAlias = torch.optim.Optimizer
 
+_PARTS = ("model", "batch", "device", "optimizer")
 _MODELS = {"model", "net", "network", "module", "m"}
 _OUTPUTS = {"input", "output", "outputs", "out", "pred", "preds", "prediction", "predictions", "logits", "scores"}
 _OUTPUTS |= {"y_pred", "y_hat", "yhat"}
@@ -49,7 +50,8 @@ class TrainingStep:
     """One step of training: forward, backward, `optimizer.step()`, gradients set to None.
 
     Parameters
-    - model: a module, or a callable without arguments that builds one.
+    - model: a module, or a callable without arguments that builds one. It is called when the model is first needed, and
+      by `simulate` on tensors without data, so that a model too large for this machine is never built.
     - batch: any nest of tensors (see `memlab.nest`), or a callable that makes one.
     - loss_fn: `loss_fn(model, batch)` returns a scalar tensor. Two habits are met half-way. A *criterion*, called as
       `criterion(output, target)`, goes with a batch `(inputs, target)`. None is for models whose output has `.loss`.
@@ -67,6 +69,11 @@ class TrainingStep:
     everything else that this changes is put back. Raises MemlabError for what cannot be trained so.
     """
 
+    model: nn.Module
+    batch: Any
+    device: torch.device
+    optimizer: Optimizer | None
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -82,19 +89,47 @@ class TrainingStep:
             raise MemlabError(f"reduction is {reduction!r}: give 'mean' or 'sum'")
         if loss_fn is not None and not callable(loss_fn):
             raise MemlabError(f"loss_fn is {kind(loss_fn)}: give a function of (model, batch), a criterion, or None")
-        self.model: nn.Module = model if isinstance(model, nn.Module) else _built(model)
-        self.batch = batch() if callable(batch) and not isinstance(batch, Mapping) else batch
+        if not callable(model):  # a module is
+            raise MemlabError(f"model is {kind(model)}: give an nn.Module, or a function that builds one")
         self.loss_fn = loss_fn
         self.weight, self.split, self.reduction = weight, split, reduction
-        for name, parameter in self.named_parameters():
-            if not is_lazy(parameter) and parameter.is_inference():
-                raise MemlabError(f"parameter {name} was made under torch.inference_mode(): build the model outside it")
-        self.device = _device(self.model, self.batch)
         self._loss = _as_function(loss_fn)
-        _materialise(self)
-        self.optimizer = _optimizer(optimizer, self.model)
+        self._given = model, batch, optimizer
+        if isinstance(model, nn.Module):
+            self._build()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PARTS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self._build()
+        return vars(self)[name]
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the model exists: one given as a callable is built when it is first needed."""
+        return "model" in vars(self)
+
+    def _build(self) -> None:
+        model, batch, optimizer = self._given
+        model = model if isinstance(model, nn.Module) else _built(model)
+        batch = batch() if callable(batch) and not isinstance(batch, Mapping) else batch
+        device = _device(model, batch)
+        self.model, self.batch, self.device, self.optimizer = model, batch, device, None
+        try:
+            for name, parameter in self.named_parameters():
+                if not is_lazy(parameter) and parameter.is_inference():
+                    raise MemlabError(
+                        f"parameter {name} was made under torch.inference_mode(): build the model outside it"
+                    )
+            _materialise(self)
+            self.optimizer = _optimizer(optimizer, model)
+        except BaseException:
+            del self.model, self.batch, self.device, self.optimizer  # the next use tries again
+            raise
 
     def __repr__(self) -> str:
+        if not self.is_built:
+            return f"TrainingStep(a model that {getattr(self._given[0], '__name__', 'a callable')} builds)"
         count = sum(0 if is_lazy(p) else p.numel() for _, p in self.named_parameters())
         optimizer = "no optimizer" if self.optimizer is None else type(self.optimizer).__name__
         name = type(unwrapped(self.model)).__name__
@@ -243,21 +278,31 @@ class TrainingStep:
 
     # ---------------------------------------------------------------------------------------------------------- copy
 
-    def copy(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> TrainingStep:
-        """The same step on copies: floating parameters, buffers, batch and optimizer state in `dtype` (complex ones in
-        its complex counterpart), on `device`, with the same ties; wrappers (compilation, data-parallel) left off.
+    def copy(self, twins: Recast) -> TrainingStep:
+        """The same step on copies, whose tensors are the originals' twins (see `copies.py`) with the same ties; wrappers
+        (compilation, data-parallel) are left off.
 
         Tensors, modules and containers that `loss_fn` holds in its closure or names as globals are copied too, so that
         a teacher network or class weights follow. Raises MemlabError where something cannot be copied.
         """
         try:
             model, batch, loss_fn, optimizer = copied(
-                self.model, self.batch, self.loss_fn, self.optimizer, dtype=dtype, device=torch.device(device)
+                self.model, self.batch, self.loss_fn, self.optimizer, twins=twins
             )
+        except MemlabError:
+            raise
         except Exception as error:
             raise MemlabError(f"the step cannot be copied: {type(error).__name__}: {error}") from error
+        return self._like(model, lambda: batch, loss_fn, optimizer)
+
+    def rebuilt(self) -> TrainingStep:
+        """The same step anew from what it was given: callables are called again."""
+        model, batch, optimizer = self._given
+        return self._like(model, batch, self.loss_fn, optimizer)
+
+    def _like(self, model: Any, batch: Any, loss_fn: Any, optimizer: Any) -> TrainingStep:
         return TrainingStep(
-            model, lambda: batch, loss_fn, optimizer, weight=self.weight, split=self.split, reduction=self.reduction
+            model, batch, loss_fn, optimizer, weight=self.weight, split=self.split, reduction=self.reduction
         )
 
 
@@ -265,8 +310,6 @@ class TrainingStep:
 
 
 def _built(build: Any) -> nn.Module:
-    if not callable(build):
-        raise MemlabError(f"model is {kind(build)}: give an nn.Module, or a function that builds one")
     model = build()
     if not isinstance(model, nn.Module):
         raise MemlabError(f"model() returned {kind(model)}: the function must build an nn.Module")

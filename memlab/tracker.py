@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import allocator
 from .accumulation import would_be_in_place
 from .clock import Clock
-from .modes import LightMode
+from .modes import LightMode, level
 
 
 class Storage(weakref.ref[torch.UntypedStorage]):
@@ -70,23 +71,29 @@ class Tracker(LightMode):
 
     log:       births (+number + 1) and deaths (-(number + 1)) in order
     operators: (function, what `Clock.now` said, nanoseconds, length of the log at its end)
+    work:      with `measures`, what that function said of each operator's call and result
     """
 
-    def __init__(self, clock: Clock, marks: bool = False) -> None:
+    def __init__(self, clock: Clock, marks: bool = False, measures: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.clock = clock
         self.marks = marks
+        self.measures = measures
+        self.work: list[Any] = []
         self.storages: list[Storage] = []
         self.log: list[int] = []
         self.operators: list[tuple[Any, tuple[int, str | int, str | None], int, int]] = []
         self.mark_of: list[tuple[str, int]] = []  # ("operator", number) | ("met" | "died", storage number)
         self.continued: dict[int, int] = {}  # number of a gradient -> of the sum that alone would have overwritten it
+        self._level = level()
         self._known: dict[int, Storage] = {}
         self._gone = _obituary(self._known, self.log, self.mark_of if marks else None)
 
     # -- operators -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if level() != self._level:
+            return func(*args, **(kwargs or {}))
         _, kind, writes, makes = _OPERATORS.get(id(func)) or _operator(func)
         written = _given(writes, args, kwargs) if writes else ()
         for tensor in written:  # it was there before: met afterwards, it would count as made by the operator
@@ -108,6 +115,8 @@ class Tracker(LightMode):
                 self.meet(tensor, number)
         if kind:
             self._special(kind, args, written, number, before)
+        if self.measures is not None:
+            self.work.append(self.measures(func, args, kwargs, out))
         if self.marks:
             allocator.mark()
             self.mark_of.append(("operator", number))
@@ -148,7 +157,9 @@ class Tracker(LightMode):
 
     def meet(self, tensor: torch.Tensor, number: int) -> list[Storage]:
         """The records of a tensor's storages (several for sparse and nested ones), made now if they are new."""
-        found = []
+        found: list[Storage] = []
+        if level() != self._level:
+            return found
         for part in parts(tensor):
             storage = part.untyped_storage()
             known = self._known.get(storage._cdata)
@@ -269,7 +280,7 @@ def _kind(func: Any) -> int:
     if "mkldnn_rnn" in name or "cudnn" in name or "miopen" in name:
         return _LIBRARY
     # `lift_fresh` receives what `torch.tensor(...)` made in C++: a view of a storage not met before
-    return _VIEW if (func.is_view and not name.startswith("lift")) or name.startswith("profiler::") else _PLAIN
+    return _VIEW if (func.is_view and not name.startswith("lift")) or name.startswith(("profiler::", "prim::")) else _PLAIN
 
 
 def _written_by(func: Any) -> _Writes:
@@ -288,7 +299,7 @@ def _given(writes: _Writes, args: Any, kwargs: Any) -> list[torch.Tensor]:
 # -- tensors of every kind ---------------------------------------------------------------------------------------------
 
 _functorch: Any = torch._C._functorch
-_DENSE, _STRIDED = {torch.Tensor, torch.nn.Parameter}, torch.strided
+_DENSE, _STRIDED = {torch.Tensor, torch.nn.Parameter, FakeTensor}, torch.strided
 
 
 def _is_plain(value: Any) -> bool:
