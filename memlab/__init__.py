@@ -18,6 +18,7 @@ from .errors import MemlabError
 from .limit import OutOfMemoryError, limit
 from .measure import measure
 from .record import record
+from .simulate import simulate
 from .step import TrainingStep
 from .strategies import Baseline, Checkpoint, LowPrecision, MicroBatch, MixedPrecision, OptimizerInBackward
 from .trace import Allocation, Growth, SavedTensor, Trace
@@ -46,6 +47,7 @@ __all__ = [
     "load",
     "measure",
     "record",
+    "simulate",
 ]
 
 

@@ -1,51 +1,35 @@
-"""The command line: `python -m memlab compare` runs the main job and prints what it found."""
+"""The command line: which commands there are, and which words each takes. `python -m memlab --help` lists them."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import importlib.util
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from . import __version__, zoo
-from .compare import Comparison, compare
+from . import __version__
+from .commands import FORMATS, STRATEGIES, comparing, explaining, exporting, listing, simulating
 from .errors import MemlabError
-from .nest import kind
-from .step import TrainingStep
-from .strategies import parse
+from .named import NETWORKS
 
-NETWORKS: dict[str, Callable[..., TrainingStep]] = {
-    "gpt": zoo.gpt_step,
-    "resnet": zoo.resnet_step,
-    "lstm": zoo.lstm_step,
-    "mlp": zoo.mlp_step,
-}
-STRATEGIES = (
-    "checkpoint",
-    "micro-batch(4)",
-    "bf16",
-    "pure-bf16",
-    "optimizer-in-backward",
-    "checkpoint + micro-batch(4)",
-    "checkpoint + bf16",
-    "checkpoint + optimizer-in-backward",
-    "checkpoint + micro-batch(4) + bf16",
+_STEP = (
+    f"what to train: {', '.join(NETWORKS)} (memlab's own networks on real data; default gpt), or FILE.py:NAME or "
+    "PACKAGE.MODULE:NAME of a memlab.TrainingStep, or of a function that returns one"
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status (0 done, 1 it could not be done, 2 wrong words)."""
+    """Run the command line and return its status: 0 done, 1 it could not be done, 2 wrong words, 130 interrupted."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
     except MemlabError as error:
         print(f"memlab: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever reads has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes once more
         return 1
     except KeyboardInterrupt:
         print("memlab: interrupted", file=sys.stderr)
@@ -59,138 +43,113 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"memlab {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
-    command = commands.add_parser(
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], None], does: str, epilog: str
+    ) -> argparse.ArgumentParser:
+        """`does`: what it is for; up to its first colon or full stop that is also its line in the list of commands."""
+        brief = does.partition(":")[0].partition(". ")[0].rstrip(".")
+        made = commands.add_parser(
+            name, help=brief[0].lower() + brief[1:], description=does, epilog=f"example: {epilog}"
+        )
+        made.set_defaults(run=run)
+        return made
+
+    added = command(
         "compare",
-        help="compare the techniques on one training step, with proof that each trains the same model",
-        description="Compare the techniques on one training step: bytes by category, price in time, and the proof that "
-        "each trains the same model. Prints a table and what it says.",
-        epilog="example: python -m memlab compare my_training.py:make_step --strategy checkpoint "
+        comparing,
+        "Compare the techniques on one training step, with proof that each trains the same model: bytes by category, "
+        "price in time, and the proof. Prints a table and what it says.",
+        "python -m memlab compare my_training.py:make_step --strategy checkpoint "
         "--strategy 'checkpoint + micro-batch(8)' --output report",
     )
-    command.add_argument(
-        "step",
-        nargs="?",
-        default="gpt",
-        help=f"what to train: {', '.join(NETWORKS)} (memlab's own networks on real data; default gpt), or "
-        "FILE.py:NAME or PACKAGE.MODULE:NAME of a memlab.TrainingStep, or of a function that returns one",
+    _step_and_strategies(added, "also write the table, the figure and an HTML page into this folder")
+    added.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="timed steps of each technique (default 5; 0: no times)"
     )
+    added.add_argument("--simulated", action="store_true", help="run nothing: simulate each, without times and proofs")
+    added.add_argument("--device", choices=("cuda", "cpu"), help="of what to simulate the memory (default cuda)")
+
+    added = command(
+        "simulate",
+        simulating,
+        "Simulate the techniques on one training step, for a GPU that is not here: peak memory, whether it fits, and "
+        "an estimate of the least time. Nothing is computed and no weights are made, so that any size will do.",
+        "python -m memlab simulate gpt --set depth=24 --set width=1024 --set heads=16 --set context=1024 --batch 8 "
+        "--on T4 --on 'A100 80GB'",
+    )
+    _step_and_strategies(added, "also write the table, the figure, an HTML page and each trace into this folder")
+    added.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="of what to simulate the memory (default cuda)"
+    )
+    added.add_argument(
+        "--on",
+        action="append",
+        metavar="GPU",
+        help="a GPU to fit into and to estimate the time on (default A100; `memlab devices` lists them); repeatable",
+    )
+    added.add_argument("--budget", metavar="SIZE", help="a memory size to fit into, such as 16GiB")
+    added.set_defaults(repeats=0)
+
+    added = command(
+        "explain",
+        explaining,
+        "Explain one training step in plain sentences: which phase holds the peak, what is alive there, which "
+        "technique can move it. Reads a saved trace or a CUDA memory snapshot, or measures a step.",
+        "python -m memlab explain snapshot.pickle",
+    )
+    added.add_argument("what", metavar="FILE|STEP", help=f"a file to read, or {_STEP}")
+    added.add_argument("--strategy", metavar="S", help="the technique or sum of techniques to measure (default: none)")
+    _sizes(added)
+
+    added = command(
+        "export",
+        exporting,
+        "Convert a saved trace or a CUDA memory snapshot for another tool: Perfetto and chrome://tracing (.json, "
+        ".json.gz), PyTorch's memory viewer (.pickle, .pkl), a browser (.html), a figure (.png).",
+        "python -m memlab export snapshot.pickle report.html",
+    )
+    added.add_argument("file", type=Path, metavar="FILE", help="what Trace.save or PyTorch's _dump_snapshot wrote")
+    added.add_argument(
+        "out", type=Path, metavar="OUT", help=f"the file to write; its suffix decides: {', '.join(FORMATS)}"
+    )
+
+    command(
+        "devices",
+        listing,
+        "List the GPUs that times are estimated for. Memory, bandwidth and peaks of arithmetic are NVIDIA's figures.",
+        "python -m memlab devices",
+    )
+    return parser
+
+
+def _step_and_strategies(command: argparse.ArgumentParser, output: str) -> None:
+    command.add_argument("step", nargs="?", default="gpt", help=_STEP)
     command.add_argument(
         "--strategy",
         action="append",
         metavar="S",
         help=f"a technique or a sum of them; repeat for several. Default: {'; '.join(STRATEGIES)}",
     )
+    _sizes(command)
+    command.add_argument("--output", type=Path, metavar="DIR", help=output)
+
+
+def _sizes(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=_count, metavar="N", help="batch size, for memlab's own networks")
     command.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="timed steps of each technique (default 5; 0: no times)"
+        "--set",
+        action="append",
+        default=[],
+        metavar="SIZE=VALUE",
+        help="a size of memlab's own networks, such as depth=24; repeat for several",
     )
-    command.add_argument(
-        "--output", type=Path, metavar="DIR", help="also write the table, the figure and an HTML page into this folder"
-    )
-    command.set_defaults(run=_compare)
-    return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no batch size: give a whole number from 1")
     return int(text)
-
-
-def _compare(options: argparse.Namespace) -> None:
-    strategies = [parse(text) for text in options.strategy or STRATEGIES]
-    if options.repeats < 0:
-        raise MemlabError(f"--repeats {options.repeats}: give 0 or more")
-    folder = options.output
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MemlabError(f"cannot write into {folder}: {error.strerror}") from None
-        if not os.access(folder, os.W_OK):
-            raise MemlabError(f"cannot write into {folder}: permission denied")
-    step = _step(options.step, options.batch)
-    print(f"{step}\n", flush=True)
-    with _users_code("the plain step"):
-        comparison = compare(step, strategies, repeats=options.repeats)
-    print(comparison)
-    print()
-    print(comparison.explain())
-    if folder is not None:
-        print()
-        for what, path in _write(comparison, folder):
-            print(f"{what:<10} {path}")
-
-
-def _write(comparison: Comparison, folder: Path) -> list[tuple[str, Path]]:
-    figure, page, table = folder / "comparison.png", folder / "comparison.html", folder / "comparison.csv"
-    comparison.plot().savefig(figure, dpi=120)
-    page.write_text(comparison.to_html(), encoding="utf-8")
-    comparison.to_frame().to_csv(table)
-    return [("figure", figure), ("HTML page", page), ("table", table)]
-
-
-def _step(name: str, batch: int | None) -> TrainingStep:
-    """The training step that a name on the command line means."""
-    if name in NETWORKS:
-        return NETWORKS[name]() if batch is None else NETWORKS[name](batch=batch)
-    where, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise MemlabError(
-            f"{name!r} is none of {', '.join(NETWORKS)}, and names no step of yours: write FILE.py:NAME or "
-            "PACKAGE.MODULE:NAME"
-        )
-    if batch is not None:
-        raise MemlabError("--batch is for memlab's own networks: your step brings its own batch")
-    module = _module(where)
-    if not hasattr(module, attribute):
-        raise MemlabError(f"{where} has no {attribute!r}")
-    found: Any = getattr(module, attribute)
-    if not isinstance(found, TrainingStep) and callable(found):
-        with _users_code(name):
-            found = found()
-    if not isinstance(found, TrainingStep):
-        raise MemlabError(f"{name} is {kind(found)}: it must be a memlab.TrainingStep, or return one")
-    return found
-
-
-def _module(where: str) -> Any:
-    if not where.endswith(".py"):
-        sys.path.insert(0, "")
-        with _users_code(f"the import of {where}"):
-            return importlib.import_module(where)
-    path = Path(where)
-    if not path.is_file():
-        raise MemlabError(f"there is no file {where}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent))
-    with _users_code(f"the import of {where}"):
-        spec.loader.exec_module(module)
-    return module
-
-
-_OURS = (os.path.dirname(__file__), contextlib.__file__, os.path.dirname(importlib.__file__), "<frozen importlib")
-
-
-@contextlib.contextmanager
-def _users_code(what: str) -> Iterator[None]:
-    """An error of the user's own code becomes its traceback, from that code on, and one sentence."""
-    try:
-        yield
-    except MemlabError:
-        raise
-    except (Exception, SystemExit) as error:
-        theirs = error.__traceback__
-        while theirs is not None and theirs.tb_frame.f_code.co_filename.startswith(_OURS):
-            theirs = theirs.tb_next
-        if theirs is not None or isinstance(error, ImportError | SyntaxError):  # else it is an error of memlab's
-            error = error.with_traceback(theirs)
-        traceback.print_exception(error)
-        raise MemlabError(f"{what} failed: {type(error).__name__}: {error}") from None
 
 
 if __name__ == "__main__":

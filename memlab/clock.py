@@ -163,8 +163,8 @@ class Clock:
             self.leave()
 
     def _is_followed(self) -> bool:
-        """Whether this is the thread that is recorded, or one of the engine's, and no work of memlab's own; hooks hear of
-        all."""
+        """Whether this is the thread that is recorded, or one of the engine's, and no work of memlab's own: hooks hear
+        of all."""
         return level() == self._level and (threading.get_ident() == self._thread or _graph_task() != -1)
 
     def module_of(self, sequence: int) -> str:

@@ -170,7 +170,8 @@ def _simulated(
     assert plain is not None
     return Comparison(
         tuple(
-            replace(row, flops_ratio=row.trace.flops / plain.flops) if row.trace and plain.flops else row for row in rows
+            replace(row, flops_ratio=row.trace.flops / plain.flops) if row.trace and plain.flops else row
+            for row in rows
         )
     )
 

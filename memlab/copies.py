@@ -92,6 +92,8 @@ def _make_twins(tensors: list[torch.Tensor], memo: Memo, twins: Recast) -> None:
         memo[id(tensor)] = twins.like(tensor, views[view])
     for tensor in tensors:
         twin = memo[id(tensor)]
+        if twin is tensor:
+            continue
         twin.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
         for hook in (tensor._backward_hooks or {}).values():
             twin.register_hook(hook)

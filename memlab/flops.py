@@ -1,24 +1,29 @@
 """The arithmetic of operators, and the bytes that they move: counted from shapes, so on tensors without data too.
 
-PyTorch's own formulas (`torch.utils.flop_counter`), plus what they leave out on CPU: fused attention and oneDNN's
-recurrent layers. One multiply-add is two operations.
+Arithmetic is by PyTorch's own formulas (`torch.utils.flop_counter`), plus what they leave out on CPU: fused attention
+and oneDNN's recurrent layers. One multiply-add is two operations; causal attention counts in full.
+
+Bytes are those that no kernel can do without: each argument is read once, each result is written once, what is changed
+in place is both. A view moves nothing, and an expanded tensor no more than its storage holds.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .modes import LightMode
+from .tracker import parts, tensors_in
 
 
 class Work(NamedTuple):
-    """What one operator does: floating-point operations, bytes read and written (each tensor once), and the type it
-    computes in (that of its first floating-point argument, or result)."""
+    """What one operator does: floating-point operations, bytes read and written, and the type it computes in (that of
+    its first floating-point argument, or result)."""
 
     flops: int
     moved_bytes: int
@@ -27,15 +32,76 @@ class Work(NamedTuple):
 
 def work(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     """The work of a call of an operator that has returned `out`."""
-    moved: dict[int, int] = {}
+    traffic = _TRAFFIC.get(id(func)) or _traffic(func)
+    read: dict[int, int] = {}
+    written: dict[int, int] = {}
+    given: set[int] = set()
     dtype = ""
-    for value in (*args, *(kwargs or {}).values(), out):
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                moved[id(tensor)] = tensor.numel() * tensor.element_size()
-                if not dtype and tensor.is_floating_point():
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Work(flops(func, args, kwargs, out), sum(moved.values()), dtype)
+    for key, value in itertools.chain(enumerate(args), kwargs.items() if kwargs else ()):
+        for tensor in tensors_in(value):
+            given.add(id(tensor))
+            if key not in traffic.unread:
+                read[id(tensor)] = _held(tensor)
+            if key in traffic.changed:
+                written[id(tensor)] = _held(tensor)
+            dtype = dtype or _floating(tensor)
+    for tensor in tensors_in(out):
+        if id(tensor) not in given:
+            written[id(tensor)] = _held(tensor)
+        dtype = dtype or _floating(tensor)
+    moved = 0 if traffic.still else sum(read.values()) + sum(written.values())
+    return Work(flops(func, args, kwargs, out), moved, dtype)
+
+
+def _floating(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.") if tensor.is_floating_point() else ""
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's elements; those that an expanded one repeats are there once."""
+    return sum(min(part.nbytes, part.untyped_storage().nbytes()) for part in parts(tensor))
+
+
+class _Traffic(NamedTuple):
+    """Which arguments an operator need not read, and which it changes, each by its position and by its name. `still`:
+    it moves nothing at all."""
+
+    function: Any  # held, so that its `id` is not used again
+    unread: frozenset[int | str]
+    changed: frozenset[int | str]
+    still: bool
+
+
+_TRAFFIC: dict[int, _Traffic] = {}  # by the function's `id`: its hash is slower
+_OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_")
+_REACH_INTO = ("index_put_", "index_add_", "scatter_", "scatter_add_")  # change only what another argument points to
+_READ_LITTLE = {  # position of the argument that is there for its shape, or of which only what is pointed to is read
+    "nll_loss_backward": 1,
+    "nll_loss2d_backward": 1,
+    "max_pool2d_with_indices_backward": 1,
+    "avg_pool2d_backward": 1,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward", "embedding", "index", "index_select", "gather"), 0),
+}
+_STILL = ("_unsafe_view", "empty", "new_empty", "resize_", "set_", "lift")
+
+
+def _traffic(func: Any) -> _Traffic:
+    name = func._schema.name.rpartition("::")[2].removeprefix("_foreach_")
+    arguments = list(enumerate(func._schema.arguments))
+    changed = [(place, a) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    unread = [(place, a) for place, a in changed if a.is_out or name in _OVERWRITE + _REACH_INTO]
+    little = 0 if name.endswith("_like") or name.startswith("new_") else _READ_LITTLE.get(name)
+    if little is not None:
+        unread.append(arguments[little])
+    if name in _REACH_INTO:
+        changed = []
+    still = func.is_view or name.startswith(_STILL)
+    found = _TRAFFIC[id(func)] = _Traffic(func, _keys(unread), _keys(changed), still)
+    return found
+
+
+def _keys(arguments: Iterable[tuple[int, Any]]) -> frozenset[int | str]:
+    return frozenset(key for place, argument in arguments for key in (place, argument.name))
 
 
 def flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -16,15 +16,16 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
-import torch
-
 from . import limit
+from .as_cuda import absent as not_emulated
+from .as_cuda import as_cuda
 from .errors import MemlabError
-from .fake import FakeMode, explained, faked, faking
+from .fake import FakeMode, faked
+from .faking import explained, faking
 from .measure import Stage, checked, traced
 from .modes import unseen
 from .step import TrainingStep
-from .strategies import Runner, Strategy
+from .strategies import Strategy
 from .trace import Allocation, Trace
 
 Device: TypeAlias = Literal["cuda", "cpu"]
@@ -45,7 +46,8 @@ def simulate(
     >>> import torch, memlab
     >>> def build():
     ...     return torch.nn.Sequential(*[torch.nn.Linear(50_000, 50_000, bias=False) for _ in range(4)])
-    >>> step = memlab.TrainingStep(build, torch.empty(8, 50_000, device="meta"), lambda m, x: m(x).sum(), torch.optim.SGD)
+    >>> batch = torch.empty(8, 50_000, device="meta")
+    >>> step = memlab.TrainingStep(build, batch, lambda model, x: model(x).sum(), torch.optim.SGD)
     >>> memlab.simulate(step).by_category()["parameters"]
     40000000000
 
@@ -54,8 +56,8 @@ def simulate(
     step:     what is trained. A model given as a callable is built on tensors without data, so that 70 billion
               parameters need no memory; a model that exists is copied without its weights and stays as it is
     strategy: how; default `Baseline()`, the plain step
-    device:   "cuda": as on a GPU of compute capability 8.0 or later, wherever the model is now. "cpu": exactly the tensor
-              bytes that `measure` gives on a CPU
+    device:   "cuda": as on a GPU of compute capability 8.0 or later, wherever the model is now. "cpu": exactly the
+              tensor bytes that `measure` gives on a CPU
     steady:   what a training run pays: optimizer state exists. False simulates the first step
     sources:  also note the line of your code behind each allocation
 
@@ -75,7 +77,6 @@ def simulation(step: TrainingStep, device: Device, steady: bool = True) -> Itera
     """A stage of fake tensors: strategies can be run on it while the block is open, and nothing real."""
     if device not in get_args(Device):
         raise MemlabError(f"device is {device!r}: there is 'cuda' (a GPU of compute capability 8.0 or later) and 'cpu'")
-    if device == "cuda": from .as_cuda import as_cuda
     with unseen(), faking() as mode, as_cuda(mode) if device == "cuda" else contextlib.nullcontext():
         step = faked(step, mode)
         step.weight = None  # it may ask for data
@@ -88,7 +89,6 @@ def simulation(step: TrainingStep, device: Device, steady: bool = True) -> Itera
 def simulated(stage: Stage, mode: FakeMode, strategy: Strategy, device: Device, *, sources: bool = False) -> Trace:
     """One strategy on a stage of fake tensors."""
     on_gpu = device == "cuda"
-    if on_gpu: from .as_cuda import absent as not_emulated
     mode.notes.clear()
     with explained():
         made = traced(
@@ -120,5 +120,10 @@ def _rounding(trace: Trace) -> Iterator[Allocation]:
 def _as_on_cuda(optimizer: Any) -> None:
     """Optimizers choose their foreach form by default on CUDA, and the loop on the CPU."""
     for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused") and not group.get("differentiable"):
+        if (
+            "foreach" in group
+            and group["foreach"] is None
+            and not group.get("fused")
+            and not group.get("differentiable")
+        ):
             group["foreach"] = True

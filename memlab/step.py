@@ -279,16 +279,14 @@ class TrainingStep:
     # ---------------------------------------------------------------------------------------------------------- copy
 
     def copy(self, twins: Recast) -> TrainingStep:
-        """The same step on copies, whose tensors are the originals' twins (see `copies.py`) with the same ties; wrappers
+        """The same step on copies, whose tensors are the originals' twins (`copies.py`), tied as those are; wrappers
         (compilation, data-parallel) are left off.
 
         Tensors, modules and containers that `loss_fn` holds in its closure or names as globals are copied too, so that
         a teacher network or class weights follow. Raises MemlabError where something cannot be copied.
         """
         try:
-            model, batch, loss_fn, optimizer = copied(
-                self.model, self.batch, self.loss_fn, self.optimizer, twins=twins
-            )
+            model, batch, loss_fn, optimizer = copied(self.model, self.batch, self.loss_fn, self.optimizer, twins=twins)
         except MemlabError:
             raise
         except Exception as error:

@@ -172,11 +172,18 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator that ran: where, when it ended (`seconds` after the start), and the first tick after it."""
+    """One operator that ran: where, when it ended (`seconds` after the start), and the first tick after it.
+
+    Its work, where it was counted (`measure` and `simulate` do): floating-point operations, bytes read and written, and
+    the type that it computes in.
+    """
 
     place: Place
     tick: int
     seconds: float
+    flops: int = 0
+    moved_bytes: int = 0
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +204,9 @@ class Trace:
     `allocator` tells whether the device's allocator was listened to (workspace is seen), `growth` what grew from step
     to step (in a block of three steps or more), `absent` lists in words what this trace cannot see, `notes` what a
     reader should know, `provenance` the device, versions and settings.
+
+    `memlab.load` makes one of a CUDA memory snapshot, too: the allocator's history, without modules and saved tensors;
+    an operator is then a run of allocations from one place, and `Allocation.name` is the user's metadata.
     """
 
     allocations: tuple[Allocation, ...] = field(repr=False)
@@ -241,6 +251,11 @@ class Trace:
             if tensor.kind in SAVED_CATEGORIES and tensor.storage is not None:
                 entries.setdefault(tensor.entry, {})[tensor.storage] = tensor.storage_bytes
         return max((sum(storages.values()) for storages in entries.values()), default=0)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all that ran, where they were counted (`measure` and `simulate` do)."""
+        return sum(operator.flops for operator in self.operators)
 
     # -- sums at an instant --------------------------------------------------------------------------------------
 
@@ -305,6 +320,17 @@ class Trace:
             first = end
         return tuple(parts)
 
+    def estimate_seconds(self, device: Any = "A100", phase: str | None = None) -> float:
+        """An estimate of how long the step takes on a GPU, at least: a roofline over its operators (`memlab.roofline`).
+
+        `device` is a name in `memlab.roofline.DEVICES` or a `memlab.roofline.Device` of your own; `phase` restricts to
+        "forward", "backward", "recompute" or "optimizer". For traces of `measure` and `simulate`, which count the work;
+        MemlabError for others.
+        """
+        from .roofline import seconds
+
+        return seconds(self, device, phase)
+
     # -- in words, tables, pictures, files -----------------------------------------------------------------------
 
     def explain(self) -> str:
@@ -329,17 +355,45 @@ class Trace:
             raise MemlabError(f'to_frame(of={of!r}): there are "allocations", "saved" and "timeline"')
         return pd.DataFrame([_flat(row) for row in rows])
 
-    def plot(self, **options: Any) -> Any:
-        """The timeline, stacked by category, phases marked, as a matplotlib figure; see `memlab.views.plots`."""
-        from .views.plots import plot_trace
+    def plot(self, kind: str = "timeline", **options: Any) -> Any:
+        """A matplotlib figure: "timeline" (stacked by category, phases marked), "modules" (a treemap of the peak),
+        "network" (its blocks, with what each saves for backward) or "saved" (the largest saved tensors)."""
+        from .views.figures import plot
 
-        return plot_trace(self, **options)
+        return plot(self, kind, **options)
+
+    def saved_table(self, top: int | None = None) -> Any:
+        """What autograd saved as a `SavedTable` (text, HTML, `.to_frame()`): a row for each storage, and why it is
+        needed; the `top` largest rows, or all."""
+        from .views.saved import saved_table
+
+        return saved_table(self, top)
+
+    def diff(self, other: Trace) -> Any:
+        """What `other` changes against this trace, as a `memlab.contrast.Difference`: bytes by category at the peak,
+        and the tensors that are saved in one of them alone."""
+        from .contrast import contrast
+
+        return contrast(self, other)
+
+    def to_html(self) -> str:
+        """One whole HTML page, in one file, to hand on: peak, figures, saved tensors, bounds, what is not seen."""
+        from .views.report import trace_page
+
+        return trace_page(self)
 
     def save(self, path: str | Path) -> Path:
         """Write the trace to one file (compressed JSON); `memlab.load` reads it back."""
         from .views.files import save
 
         return save(self, path)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the trace for another tool, by the suffix: `.json` or `.json.gz` (trace events: Perfetto,
+        chrome://tracing), `.pickle` or `.pkl` (a memory snapshot: pytorch.org/memory_viz)."""
+        from .views.files import export
+
+        return export(self, path)
 
     def __str__(self) -> str:
         from .views.words import describe_trace

@@ -280,7 +280,8 @@ def _kind(func: Any) -> int:
     if "mkldnn_rnn" in name or "cudnn" in name or "miopen" in name:
         return _LIBRARY
     # `lift_fresh` receives what `torch.tensor(...)` made in C++: a view of a storage not met before
-    return _VIEW if (func.is_view and not name.startswith("lift")) or name.startswith(("profiler::", "prim::")) else _PLAIN
+    is_view = func.is_view and not name.startswith("lift")
+    return _VIEW if is_view or name.startswith(("profiler::", "prim::")) else _PLAIN
 
 
 def _written_by(func: Any) -> _Writes:

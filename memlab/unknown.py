@@ -49,11 +49,12 @@ def _refused(what: str) -> Callable[..., NoReturn]:
     return operation
 
 
-for _name in ("neg", "pos", "abs", "round", *(side + of for of in "add sub mul truediv floordiv mod pow".split() for side in ("", "r"))):
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+for _name in ("neg", "pos", "abs", "round", *_BINARY, *(f"r{name}" for name in _BINARY)):
     setattr(Unknown, f"__{_name}__", _arithmetic(f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Unknown, f"__{_name}__", _refused("compares the value of a tensor with another"))
 for _name in ("int", "trunc", "index", "floor", "ceil"):
     setattr(Unknown, f"__{_name}__", _refused("takes the value of a tensor as a whole number"))
-Unknown.__bool__ = _refused("decides by the value of a tensor")  # type: ignore[method-assign, assignment]
-Unknown.__hash__ = float.__hash__  # type: ignore[method-assign, assignment]
+Unknown.__bool__ = _refused("decides by the value of a tensor")  # type: ignore[method-assign]
+Unknown.__hash__ = float.__hash__  # type: ignore[method-assign]

@@ -265,9 +265,14 @@ def _step(
     loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor],
     optimizer: MakeOptimizer,
     seed: int,
+    lazy: bool = False,
     **sizes: Any,
 ) -> TrainingStep:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which reseeds every accelerator too
-        model = network(**sizes)
-    return TrainingStep(model, batch, loss, optimizer)
+    """With `lazy` the network is built when it is first needed, and by `simulate` without data: any size will do."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which reseeds every accelerator too
+            return network(**sizes)
+
+    return TrainingStep(build if lazy else build(), batch, loss, optimizer)

@@ -134,13 +134,18 @@ def test_there_is_a_notebook_to_start_with():
 ORDER = [
     "errors",
     "units",
+    "patch",
+    "modes",
     "clock",
     "allocator",
     "trace",
-    "modes",
+    "held",
+    "contrast",
+    "roofline",
     "release",
     "accumulation",
     "tracker",
+    "flops",
     "ledger",
     "nest",
     "walk",
@@ -156,7 +161,14 @@ ORDER = [
     "record",
     "limit",
     "measure",
-    "flops",
+    "passes",
+    "chain",
+    "unknown",
+    "as_computed",
+    "fake",
+    "faking",
+    "as_cuda",
+    "simulate",
     "means",
     "kept",
     "outcome",
@@ -168,12 +180,14 @@ ORDER = [
     "compare",
     "views",
     "__init__",
+    "zoo",
     "notebook",
     "course",
-    "zoo",
+    "named",
+    "commands",
     "__main__",
 ]
-SHOWN_BY = {"views", "notebook", "code"}  # a method such as `Trace.plot` hands over to these, by an import inside of it
+SHOWN_BY = {"views", "notebook", "code", "contrast", "roofline"}  # a method such as `Trace.plot` hands over to these, by an import inside of it
 SOURCES = sorted((ROOT / "memlab").rglob("*.py"))
 
 

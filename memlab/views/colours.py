@@ -21,4 +21,4 @@ COLOURS = {
     "other": "#717581",
 }
 HATCHES = {"checkpoint inputs": "////", "weight copies": "////", "workspace": "....", "other": "xxxx"}
-TOO_SMALL = 0.002  # of the peak: cannot be seen, and is not in a legend
+TOO_SMALL = 0.01  # of a figure's height or length, two or three pixels: cannot be seen, and is not in a legend

@@ -1,9 +1,10 @@
-"""A `Trace` in one small file, and back.
+"""A `Trace` in one small file, and back; and in the files of other tools.
 
 With `save` and `load` a trace outlives the process that made it: compressed JSON, a table for each kind of row in it
-and a list for each of the table's columns, so that any program can read it.
+and a list for each of the table's columns, so that any program can read it. With `export` it opens in Perfetto and in
+PyTorch's memory viewer, and `load` reads that viewer's files too, the memory snapshots.
 
-Rule 1. Reading runs nothing that a file says: no pickle, only text, numbers and lists of them.
+Rule 1. Reading runs nothing that a file says: it is text, numbers and lists of them, in a pickle too (`pickles.py`).
 Rule 2. Everything is checked before a `Trace` is made of it: the type of each value, and that numbers of ticks, places
         and operators are within bounds. What is wrong is named, with its table, column and row.
 Rule 3. A file is written beside its final place and then moved there: it is whole or it is not there.
@@ -24,12 +25,24 @@ from typing import Any
 
 from ..errors import MemlabError
 from ..trace import CATEGORIES, PHASES, Allocation, Growth, Operator, Place, SavedTensor, Trace
+from .checks import WrongError
+from .perfetto import perfetto_json
+from .pickles import BEGINNING, LONGEST
+from .snapshot import snapshot_pickle
+from .snapshot_reader import snapshot_trace
 
-_VERSION = 1
+_VERSION = 2
 _KEY = "memlab_trace"  # first in the file, so that its kind and version show
 _TABLES: dict[str, type] = {"allocations": Allocation, "operators": Operator, "saved": SavedTensor, "growth": Growth}
 _LONGEST = 2**27  # bytes of JSON: about a million allocations
 _MOST_TICKS = 2**26  # a trace keeps a number for each tick, so that one false tick could fill the memory
+
+_EXPORTS: dict[str, Callable[[Trace], bytes]] = {
+    ".json": perfetto_json,
+    ".json.gz": lambda trace: gzip.compress(perfetto_json(trace), mtime=0),
+    ".pickle": snapshot_pickle,
+    ".pkl": snapshot_pickle,
+}
 
 Rows = list[dict[str, Any]]
 
@@ -53,33 +66,53 @@ def save(trace: Trace, path: str | Path) -> Path:
         raise MemlabError(f"the trace cannot be saved to {path}: its provenance is no JSON ({error})") from None
     if len(text) > _LONGEST:
         raise MemlabError(f"the trace is too long to be saved: {len(text):,} bytes of JSON, where {_LONGEST:,} may be")
+    return _write(path, gzip.compress(text.encode("ascii"), mtime=0))
+
+
+def export(trace: Trace, path: str | Path) -> Path:
+    """Write the trace to a file for another tool, by its suffix, and return its path; a file that is there is replaced.
+
+    `.json`, `.json.gz`:   trace events, for Perfetto and chrome://tracing
+    `.pickle`, `.pkl`:     a memory snapshot, for pytorch.org/memory_viz and `torch.cuda._memory_viz`
+
+    Raises MemlabError for another suffix, and where the file cannot be written.
+    """
+    path = Path(path)
+    form = next((of for suffix, of in _EXPORTS.items() if path.name.lower().endswith(suffix)), None)
+    if form is None:
+        raise MemlabError(
+            f"no tool is known for {path.name!r}. The suffix decides: {', '.join(_EXPORTS)}. "
+            "For a file that memlab.load reads back, all of it, there is Trace.save(path)."
+        )
     try:
-        _write(path, gzip.compress(text.encode("ascii"), mtime=0))
-    except OSError as error:
-        raise MemlabError(f"the trace cannot be saved to {path}: {error.strerror}. {_remedy(path)}") from None
-    return path
+        content = form(trace)
+    except (TypeError, ValueError) as error:
+        raise MemlabError(f"the trace cannot be exported to {path}: its provenance is no JSON ({error})") from None
+    return _write(path, content)
 
 
 def load(path: str | Path) -> Trace:
-    """Read a trace that `Trace.save` wrote.
+    """Read a trace that `Trace.save` wrote, or a CUDA memory snapshot (`torch.cuda.memory._dump_snapshot(path)`).
 
-    Raises MemlabError for a file that is not there, is no such file, is damaged or of another version; the message says
-    what is wrong with it.
+    Nothing that a file says is run, also in a pickle. Raises MemlabError for a file that is not there, is no such file,
+    is damaged or of another version; the message says what is wrong with it.
     """
     path = Path(path)
     try:
-        with gzip.open(path) as file:
-            text = file.read(_LONGEST + 1)
-        return _trace(text)
-    except _WrongError as wrong:
+        content, longest = _content(path)
+        if len(content) > longest:
+            raise WrongError(f"it is longer than {longest:,} bytes")
+        return snapshot_trace(content) if content.startswith(BEGINNING) else _trace(content)
+    except WrongError as wrong:
         reason = str(wrong)
-    except gzip.BadGzipFile:
-        reason = "it is not compressed as such files are"
     except (EOFError, zlib.error):
         reason = "it is cut short or damaged"
     except OSError as error:
-        raise MemlabError(f"no trace can be read from {path}: {error.strerror}") from None
-    raise MemlabError(f"{path} holds no trace that this memlab can read: {reason}. Trace.save(path) writes such files.")
+        raise MemlabError(f"no trace can be read from {path}: {error.strerror or error}") from None
+    raise MemlabError(
+        f"{path} holds no trace that this memlab can read: {reason}. "
+        "Trace.save(path) and torch.cuda.memory._dump_snapshot(path) write such files."
+    )
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -95,13 +128,18 @@ def _columns(rows: Iterable[Any], kind: type, places: dict[Place, int]) -> dict[
     return columns
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> Path:
+    """Write the file, whole or not at all (Rule 3)."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        try:
+            beside.write_bytes(content)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise MemlabError(f"the trace cannot be saved to {path}: {error.strerror}. {_remedy(path)}") from None
+    return path
 
 
 def _remedy(path: Path) -> str:
@@ -113,21 +151,28 @@ def _remedy(path: Path) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class _WrongError(Exception):
-    """What is wrong with a file's content; `load` adds which file."""
+def _content(path: Path) -> tuple[bytes, int]:
+    """What the file holds, up to a byte more than may be, and how much may be."""
+    with path.open("rb") as file:
+        first = file.read(2)
+        file.seek(0)
+        if first.startswith(BEGINNING):
+            return file.read(LONGEST + 1), LONGEST
+        if first != b"\x1f\x8b":
+            raise WrongError("it is neither compressed as a saved trace nor a pickle as a memory snapshot")
+        with gzip.open(file) as packed:
+            return packed.read(_LONGEST + 1), _LONGEST
 
 
 def _trace(text: bytes) -> Trace:
-    if len(text) > _LONGEST:
-        raise _WrongError(f"it is longer than {_LONGEST:,} bytes")
     try:
         values = json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError):
-        raise _WrongError("its content is no JSON") from None
+        raise WrongError("its content is no JSON") from None
     if not isinstance(values, dict) or _KEY not in values:
-        raise _WrongError(f'it has no "{_KEY}"')
+        raise WrongError(f'it has no "{_KEY}"')
     if values[_KEY] != _VERSION:
-        raise _WrongError(f"it is of version {str(values[_KEY])[:20]}, and this memlab reads version {_VERSION}")
+        raise WrongError(f"it is of version {str(values[_KEY])[:20]}, and this memlab reads version {_VERSION}")
     places = [Place(**row) for row in _rows(values, "places", Place, [])]
     for number, place in enumerate(places):
         _among(("start", *PHASES), place.phase, f"places.phase[{number}]")
@@ -148,10 +193,10 @@ def _rows(values: dict[str, Any], table: str, kind: type, places: list[Place]) -
     columns = values.get(table)
     fields = dataclasses.fields(kind)
     if not isinstance(columns, dict) or columns.keys() != {f.name for f in fields}:
-        raise _WrongError(f'"{table}" should have the columns {", ".join(f.name for f in fields)}')
+        raise WrongError(f'"{table}" should have the columns {", ".join(f.name for f in fields)}')
     lengths = {len(column) if isinstance(column, list) else None for column in columns.values()}
     if len(lengths) != 1 or None in lengths:
-        raise _WrongError(f'the columns of "{table}" should be lists of one length')
+        raise WrongError(f'the columns of "{table}" should be lists of one length')
     read = {
         f.name: [_read(str(f.type), v, f"{table}.{f.name}[{n}]", places) for n, v in enumerate(columns[f.name])]
         for f in fields
@@ -171,7 +216,7 @@ def _read(annotation: str, value: Any, where: str, places: list[Place]) -> Any:
     elif annotation in _FITS and _FITS[annotation](value):
         return value
     shown = "missing" if value is _MISSING else f"{value!r:.40}"
-    raise _WrongError(f"{where} is {shown}, where {annotation} should stand")
+    raise WrongError(f"{where} is {shown}, where {annotation} should stand")
 
 
 _MISSING = object()
@@ -192,21 +237,21 @@ def _check(trace: Trace) -> None:
         where = f"allocations[{number}]"
         _among(CATEGORIES, allocation.category, f"{where}.category")
         if allocation.nbytes < 0:
-            raise _WrongError(f"{where}.nbytes is {allocation.nbytes}")
+            raise WrongError(f"{where}.nbytes is {allocation.nbytes}")
         freed = allocation.born if allocation.freed is None else allocation.freed
         if not 0 <= allocation.born <= freed < _MOST_TICKS:
-            raise _WrongError(f"{where} should be born before it is freed, from tick 0 to {_MOST_TICKS:,}")
+            raise WrongError(f"{where} should be born before it is freed, from tick 0 to {_MOST_TICKS:,}")
     ticks = [0, *(operator.tick for operator in trace.operators), _MOST_TICKS]
     if ticks != sorted(ticks):
-        raise _WrongError(f"the ticks of operators should not fall, from 0 to {_MOST_TICKS:,}")
+        raise WrongError(f"the ticks of operators should not fall, from 0 to {_MOST_TICKS:,}")
     ends = [0, *trace.step_ends, len(trace.operators)]
     if ends != sorted(ends):
-        raise _WrongError("step_ends should be rising numbers of operators")
+        raise WrongError("step_ends should be rising numbers of operators")
 
 
 def _among(known: tuple[str, ...], value: str, where: str) -> None:
     if value not in known:
-        raise _WrongError(f"{where} is {value!r:.40}, none of {', '.join(known)}")
+        raise WrongError(f"{where} is {value!r:.40}, none of {', '.join(known)}")
 
 
 def _finite(text: str) -> float:
@@ -215,4 +260,4 @@ def _finite(text: str) -> float:
 
 
 def _no_number(text: str) -> float:
-    raise _WrongError(f"{text:.40} is no number")
+    raise WrongError(f"{text:.40} is no number")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,11 @@ from ..trace import Trace
 from ..units import format_bytes
 from .colours import COLOURS, HATCHES, TOO_SMALL
 from .table import HEADS, cells, footnotes, unit
-from .words import comparison_sentences, figure_summary, growth, operator_name, pass_name, percent, trace_sentences
+from .words import comparison_sentences, growth, operator_name, pass_name, percent, trace_sentences
 
 if TYPE_CHECKING:
     from ..compare import Comparison, Row
+    from .plots import Picture
 
 _CELL = "padding:.15em .6em;text-align:right;white-space:nowrap"
 _FIRST = "padding:.15em .6em .15em 0;text-align:left;min-width:13em"
@@ -63,17 +64,17 @@ def _categories(trace: Trace) -> str:
     """What is alive at the peak, as a table with a bar for each category."""
     whole = trace.peak_bytes
     rows = [
-        _row("td", category, format_bytes(nbytes), percent(nbytes, whole), _bar({category: nbytes}, whole))
+        table_row("td", category, format_bytes(nbytes), percent(nbytes, whole), _bar({category: nbytes}, whole))
         for category, nbytes in trace.by_category().items()
     ]
-    return _lines([_row("th", "alive at the peak", "bytes", "share", ""), *rows])
+    return table_of([table_row("th", "alive at the peak", "bytes", "share", ""), *rows])
 
 
-def _lines(rows: Iterable[str]) -> str:
+def table_of(rows: Iterable[str]) -> str:
     return f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
 
 
-def _row(tag: str, first: str, *others: str) -> str:
+def table_row(tag: str, first: str, *others: str) -> str:
     """A row of a table, its first cell to the left; cells are HTML already."""
     style = _CELL if tag == "td" else _CELL.replace("nowrap", "normal")
     cells = "".join(f'<{tag} style="{style}">{other}</{tag}>' for other in others)
@@ -102,14 +103,14 @@ def _table(comparison: Comparison) -> str:
     """One row per strategy: the figures of `table.cells`, with a bar after the peak."""
     name, _ = unit(comparison)
     peak, *heads = (f"{head} {name}" if head in ("peak", "saved") else head for head in HEADS)
-    rows = [_row("th", "strategy", peak, "", *heads)]
+    rows = [table_row("th", "strategy", peak, "", *heads)]
     longest = max((row.peak_bytes or 0 for row in comparison.rows), default=0)
     marks, _ = footnotes(comparison)
     for row, mark, (peak, *others) in zip(comparison.rows, marks, cells(comparison), strict=True):
         label = escape(row.label) + (f' <sup style="white-space:nowrap">{mark}</sup>' if mark else "")
         bar = _bar(row.trace.by_category(), longest) if row.trace is not None else ""
-        rows.append(_row("td", label, peak, bar, *others))
-    return _lines(rows)
+        rows.append(table_row("td", label, peak, bar, *others))
+    return table_of(rows)
 
 
 def _legend(comparison: Comparison) -> str:
@@ -141,53 +142,72 @@ summary { cursor: pointer; margin: .4em 0; }
 .two { display: flex; flex-wrap: wrap; gap: 1em 4em; margin: .5em 0 1.5em 1em; }
 """
 
-_HOW_TO_READ = (
-    ("peak", "the most memory in use at one instant of the step; a device must have at least so much. Its categories "
-     "add up to it."),
-    ("saved", "what autograd holds for backward when backward begins: activations, weight copies and checkpoint "
-     "inputs, each storage once. It is not the peak, and a technique may lower the one and not the other."),
-    ("of plain", "the peak in per cent of the plain step's, which is the first row."),
-    ("time, FLOPs", "of one step, to the plain step's. Times are of this machine: medians of interleaved runs without "
-     "instruments."),
-    ("same model", "whether loss, gradients, buffers and updated parameters equal the plain step's in a proof in "
-     "float64. Lower precision is left out there: it shows in the gradient error."),
-    ("gradient error", "how far gradients are from the exact ones, in the strategy's own precision; that of the plain "
-     "step is the rounding to read the others by."),
-    ("workspace", "memory that operators take and give back within one call. It varies with the processor and the "
-     "number of threads; all other bytes do not."),
-    ("MiB", "1,048,576 bytes."),
-)  # fmt: skip
+ALL_SEEN = "Nothing that the traces know of."
+_HOW_TO_READ = {
+    "peak": "the most memory in use at one instant of the step; a device must have at least so much. Its categories "
+     "add up to it.",
+    "saved": "what autograd holds for backward when backward begins: activations, weight copies and checkpoint "
+     "inputs, each storage once. It is not the peak, and a technique may lower the one and not the other.",
+    "of plain": "the peak in per cent of the plain step's, which is the first row.",
+    "time, FLOPs": "of one step, to the plain step's. Times are of this machine: medians of interleaved runs without "
+     "instruments.",
+    "same model": "whether loss, gradients, buffers and updated parameters equal the plain step's in a proof in "
+     "float64. Lower precision is left out there: it shows in the gradient error.",
+    "gradient error": "how far gradients are from the exact ones, in the strategy's own precision; that of the plain "
+     "step is the rounding to read the others by.",
+    "workspace": "memory that operators take and give back within one call. It varies with the processor and the "
+     "number of threads; all other bytes do not.",
+    "MiB": "1,048,576 bytes.",
+}  # fmt: skip
 
 
 def comparison_page(comparison: Comparison) -> str:
     """One whole page, in one file: what was compared, table, figure, explanation, each strategy in detail, what cannot
     be seen, how to read it. Needs matplotlib, for the figure."""
-    return "\n".join(_page(comparison)) + "\n"
+    from .plots import plot_comparison
+
+    traces = [row.trace for row in comparison.rows if row.trace is not None]
+    absent = dict.fromkeys(sentence for trace in traces for sentence in trace.absent)
+    return page(
+        f"memlab: one training step, {len(comparison.rows)} strategies",
+        traces[0] if traces else None,
+        [
+            ("", f'<div class="wide">{comparison_html(comparison)}</div>'),
+            ("", picture(plot_comparison(comparison))),
+            ("What it says", bullets(comparison_sentences(comparison))),
+            ("Each strategy", "\n".join(_details(row) for row in comparison.rows)),
+            ("What cannot be seen here", bullets(absent or [ALL_SEEN])),
+            ("How to read it", meanings(*_HOW_TO_READ)),
+        ],
+    )
 
 
-def _page(comparison: Comparison) -> Iterator[str]:
-    from .plots import plot_comparison, png
-
-    title = f"memlab: one training step, {len(comparison.rows)} strategies"
-    yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>"
-    yield f"<p>{_provenance(comparison)}</p>"
-    yield f'<div class="wide">{comparison_html(comparison)}</div>'
-    image = base64.b64encode(png(plot_comparison(comparison), dpi=150)).decode("ascii")
-    yield f'<p><img src="data:image/png;base64,{image}" alt="{escape(figure_summary(comparison))}"></p>'
-    yield f"<h2>What it says</h2>\n{_sentences(comparison_sentences(comparison))}"
-    yield "<h2>Each strategy</h2>"
-    for row in comparison.rows:
-        yield _details(row)
-    yield f"<h2>What cannot be seen here</h2>\n{_sentences(_absent(comparison))}"
-    meanings = "".join(f"<dt><b>{term}</b></dt><dd>{meaning}</dd>" for term, meaning in _HOW_TO_READ)
-    yield f"<h2>How to read it</h2>\n<dl>{meanings}</dl>\n</body>\n</html>"
+def page(title: str, trace: Trace | None, parts: Iterable[tuple[str, str]]) -> str:
+    """A whole page: its title, how `trace` came about, and parts, each a heading ("" for none) and HTML."""
+    body = "\n".join((f"<h2>{escape(heading)}</h2>\n" if heading else "") + content for heading, content in parts)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n<p>{_provenance(trace)}</p>\n"
+        f"{body}\n</body>\n</html>\n"
+    )
 
 
-def _provenance(comparison: Comparison) -> str:
-    """How, on what and with what it was measured, as far as the first trace tells in single words and numbers."""
-    trace = next((row.trace for row in comparison.rows if row.trace is not None), None)
+def picture(figure: Picture) -> str:
+    """The figure, in the text itself, with its summary for those who cannot see it."""
+    from .plots import png
+
+    image = base64.b64encode(png(figure, dpi=150)).decode("ascii")
+    return f'<p><img src="data:image/png;base64,{image}" alt="{escape(figure.summary)}"></p>'
+
+
+def meanings(*terms: str) -> str:
+    """What these terms mean."""
+    return f"<dl>{''.join(f'<dt><b>{term}</b></dt><dd>{_HOW_TO_READ[term]}</dd>' for term in terms)}</dl>"
+
+
+def _provenance(trace: Trace | None) -> str:
+    """How, on what and with what it was measured, as far as the trace tells in single words and numbers."""
     if trace is None:
         return "nothing ran"
     told = {name: value for name, value in trace.provenance.items() if not name.startswith("max_memory")}
@@ -201,23 +221,17 @@ def _details(row: Row) -> str:
     if trace is None:
         return f"<details><summary>{label}: could not run</summary><p>{escape(row.error or '')}</p></details>"
     summary = f"{label}: {format_bytes(trace.peak_bytes)} in {pass_name(trace.peak.place)}"
-    phases = [_row("td", phase, format_bytes(nbytes)) for phase, nbytes in trace.by_phase().items()]
-    return (
-        f'<details><summary>{summary}</summary><div class="two"><div>{_categories(trace)}</div>'
-        f"<div>{_lines([_row('th', 'phase', 'highest'), *phases])}</div></div>"
-        f"{_sentences(trace_sentences(trace))}</details>"
-    )
+    return f"<details><summary>{summary}</summary>{peak_tables(trace)}{bullets(trace_sentences(trace))}</details>"
 
 
-def _absent(comparison: Comparison) -> list[str]:
-    """What the traces cannot see, each once."""
-    traces = [row.trace for row in comparison.rows if row.trace is not None]
-    return list(dict.fromkeys(sentence for trace in traces for sentence in trace.absent)) or [
-        "Nothing that the traces know of."
-    ]
+def peak_tables(trace: Trace) -> str:
+    """What is alive at the peak, and beside it the highest point of each phase."""
+    phases = [table_row("td", phase, format_bytes(nbytes)) for phase, nbytes in trace.by_phase().items()]
+    highest = table_of([table_row("th", "phase", "highest"), *phases])
+    return f'<div class="two"><div>{_categories(trace)}</div><div>{highest}</div></div>'
 
 
-def _sentences(sentences: Iterable[str]) -> str:
+def bullets(sentences: Iterable[str]) -> str:
     """A list of sentences; those with a dash are a list within it."""
     items = ""
     for dashed, group in itertools.groupby(sentences, key=lambda sentence: sentence.startswith("- ")):

@@ -22,7 +22,7 @@ from .words import figure_summary, percent, unit_for
 
 try:
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch, Rectangle
     from matplotlib.text import Text
 except ImportError:
     raise MemlabError("figures need matplotlib, which is not installed: `pip install matplotlib`") from None
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top in pixels
 _COLUMNS = 2000  # steps of a timeline; more than a figure has pixels
+_ON_ANOTHER = 7  # pixels between the middles of two points that cannot be told apart
 _CHARACTER = 6.5  # pixels of one at font size 9
 _LABEL = 30  # characters of a label before it is broken
 _SHADES = ("#ffffff", "#f1f1f1")  # behind neighbouring phases
@@ -69,33 +70,40 @@ def png(figure: Figure, dpi: int = 100) -> bytes:
 # -- one step ----------------------------------------------------------------------------------------------------------
 
 
-def plot_trace(trace: Trace, *, ax: Axes | None = None, figsize: tuple[float, float] = (9.5, 4.0)) -> Any:
+def plot_trace(
+    trace: Trace, *, ax: Axes | None = None, figsize: tuple[float, float] = (9.5, 4.0), scale: int | None = None
+) -> Any:
     """Memory in use by operator number, stacked by category; phases are shaded, the peak is marked.
 
     Returns a figure of `figsize` inches (`.savefig(path)` writes it), or that of `ax` where one is given to draw into.
+    The axis reaches to the peak, or to `scale` bytes.
     """
     if ax is None:
         picture = Picture(figsize=figsize, dpi=100)
         picture.summary = figure_summary(trace)
         ax = picture.add_axes((0.075, 0.125, 0.665, 0.73))
-    name, unit = unit_for(trace.peak_bytes)
+    scale = trace.peak_bytes if scale is None else scale
+    name, unit = unit_for(scale)
     edges, stacks = timeline_stacks(trace)
     corners = np.repeat(edges, 2)[1:-1]
     bottom = np.zeros(len(edges) - 1)
     for category, nbytes in stacks.items():
         top = bottom + nbytes / unit
-        ax.fill_between(corners, np.repeat(bottom, 2), np.repeat(top, 2), linewidth=0, **_look(category))
+        ax.fill_between(corners, np.repeat(bottom, 2), np.repeat(top, 2), linewidth=0, **look(category))
         bottom = top
     ax.set_xlim(0, edges[-1])
-    ax.set_ylim(0, max(1.16 * trace.peak_bytes / unit, 1e-9))
+    ax.set_ylim(0, max(1.16 * scale / unit, 1e-9))
     ax.set_xlabel("operator number")
     ax.set_ylabel(f"{name} in use")
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_title(f"{trace.strategy} ({trace.source})", loc="left", fontsize=11, pad=20, parse_math=False)
     _shade_phases(ax, trace)
     _mark_peak(ax, trace, edges, bottom, unit)
-    seen = [category for category, nbytes in stacks.items() if nbytes.max() >= TOO_SMALL * trace.peak_bytes]
-    _trace_legend(ax, trace, seen)
+    seen = [category for category, nbytes in stacks.items() if nbytes.max() >= TOO_SMALL * scale]
+    marks = []
+    if any(operator.place.phase == "recompute" for operator in trace.operators):
+        marks.append(Patch(label="recomputation runs", facecolor=_RECOMPUTE))
+    peak_legend(ax, trace, seen, marks)
     return ax.figure
 
 
@@ -190,17 +198,20 @@ def _mark_peak(ax: Axes, trace: Trace, edges: np.ndarray, total: np.ndarray, uni
     )
 
 
-def _trace_legend(ax: Axes, trace: Trace, present: Iterable[str]) -> None:
-    """Beside the axes, in the order of the stack, with the bytes alive at the peak."""
+def peak_legend(ax: Axes, trace: Trace, seen: Iterable[str], further: Iterable[Patch] = ()) -> None:
+    """Beside the axes, in the order of the stack, with the bytes alive at the peak; those of categories that cannot be
+    seen in one sum, so that the legend adds up to the peak."""
     alive = trace.by_category()
+    shown = [category for category in reversed(_ORDER) if category in set(seen)]
     handles = [
-        Patch(label=f"{category}  {format_bytes(alive[category]) if category in alive else '–'}", **_look(category))
-        for category in reversed(list(present))
+        Patch(label=f"{category}  {format_bytes(alive[category]) if category in alive else '–'}", **look(category))
+        for category in shown
     ]
-    if any(operator.place.phase == "recompute" for operator in trace.operators):
-        handles.append(Patch(label="recomputation runs", facecolor=_RECOMPUTE))
+    rest = [nbytes for category, nbytes in alive.items() if category not in shown]
+    if sum(rest):
+        handles.append(Patch(label=f"too small to see  {format_bytes(sum(rest))}", facecolor="none"))
     legend = ax.legend(
-        handles=handles,
+        handles=[*handles, *further],
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),
         frameon=False,
@@ -210,8 +221,14 @@ def _trace_legend(ax: Axes, trace: Trace, present: Iterable[str]) -> None:
     legend.set_alignment("left")
 
 
-def _look(category: str) -> dict[str, Any]:
+def look(category: str) -> dict[str, Any]:
+    """How an area of that category is filled."""
     return {"facecolor": COLOURS[category], "edgecolor": "white", "hatch": HATCHES.get(category, "")}
+
+
+def rectangle(ax: Axes, box: Box, **style: Any) -> None:
+    left, top, right, bottom = box
+    ax.add_patch(Rectangle((left, top), right - left, bottom - top, **({"linewidth": 0} | style)))
 
 
 # -- several strategies ------------------------------------------------------------------------------------------------
@@ -243,7 +260,7 @@ def _draw_bars(ax: Axes, rows: tuple[Row, ...], name: str, unit: int, numbered: 
         end, text = 0.0, " could not run"
         if row.trace is not None:
             for category, nbytes in sorted(row.trace.by_category().items(), key=lambda item: _ORDER.index(item[0])):
-                ax.barh(number, nbytes / unit, left=end, height=0.66, linewidth=0, **_look(category))
+                ax.barh(number, nbytes / unit, left=end, height=0.66, linewidth=0, **look(category))
                 end += nbytes / unit
                 if nbytes >= TOO_SMALL * plain:
                     seen.add(category)
@@ -260,19 +277,19 @@ def _draw_bars(ax: Axes, rows: tuple[Row, ...], name: str, unit: int, numbered: 
     ax.set_xlabel(f"{name} at the peak")
     ax.spines[["top", "right"]].set_visible(False)
     ax.figure.legend(
-        handles=[Patch(label=category, **_look(category)) for category in _ORDER if category in seen],
+        handles=[Patch(label=category, **look(category)) for category in _ORDER if category in seen],
         loc="outside lower center",
         ncols=6,
         frameon=False,
         fontsize=9,
     )
-    _settle(ax)
+    settle(ax)
     width = ax.get_window_extent().width
     ends = [end / max(1 - (text.get_window_extent().width + 6) / width, 0.2) for end, text in written]
     ax.set_xlim(0, max([*ends, 1e-9]))  # as far as the longest bar with its text
 
 
-def _settle(ax: Axes) -> None:
+def settle(ax: Axes) -> None:
     """Give the axes the place that the layout will give them."""
     figure = ax.figure
     assert isinstance(figure, Figure)
@@ -317,14 +334,16 @@ def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _number_points(ax: Axes, points: list[tuple[int, float, float]]) -> None:
-    """Write each point's number beside it, where nothing is yet."""
-    _settle(ax)
+    """Write each point's number beside it, where nothing is yet; points that lie on one another share a text."""
+    settle(ax)
     points_per_pixel = 72 / ax.figure.dpi
-    at = [ax.transData.transform((x, y)) for _, x, y in points]
+    at = {number: tuple(ax.transData.transform((x, y))) for number, x, y in points}
     frame = ax.get_window_extent()
-    taken: list[Box] = [(x - 4, y - 4, x + 4, y + 4) for x, y in at]
-    for (number, time, peak), (x, y) in zip(points, at, strict=True):
-        wide, high = len(str(number)) * (_CHARACTER + 2), 14.0  # of bold digits
+    taken: list[Box] = [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
+    for numbers in _heaps(at):
+        text = ", ".join(map(str, numbers))
+        x, y = at[numbers[0]]
+        wide, high = len(text) * (_CHARACTER + 1) + 2, 14.0  # of bold digits
         for distance, turn in itertools.product((10, 18, 28, 40), range(12)):
             angle = np.pi * (1 / 4 + turn / 6)  # from above right on
             middle = x + (distance + wide / 4) * np.cos(angle), y + distance * np.sin(angle)
@@ -334,8 +353,8 @@ def _number_points(ax: Axes, points: list[tuple[int, float, float]]) -> None:
                 break
         taken.append(box)
         ax.annotate(
-            f"{number}",
-            (time, peak),
+            text,
+            tuple(ax.transData.inverted().transform((x, y))),
             ((middle[0] - x) * points_per_pixel, (middle[1] - y) * points_per_pixel),
             textcoords="offset points",  # not pixels: a figure may be saved with more of them
             ha="center",
@@ -344,6 +363,19 @@ def _number_points(ax: Axes, points: list[tuple[int, float, float]]) -> None:
             fontweight="bold",
             arrowprops={"arrowstyle": "-", "color": _GREY, "linewidth": 0.7} if distance > 10 else None,
         )
+
+
+def _heaps(at: dict[int, tuple[float, float]]) -> list[list[int]]:
+    """The numbers of points in groups: a point is with the first one that it lies on."""
+    heaps: list[list[int]] = []
+    for number, (x, y) in at.items():
+        near = (heap for heap in heaps if np.hypot(x - at[heap[0]][0], y - at[heap[0]][1]) < _ON_ANOTHER)
+        heap = next(near, None)
+        if heap is None:
+            heaps.append([number])
+        else:
+            heap.append(number)
+    return heaps
 
 
 def _overlap(a: Box, b: Box) -> bool:

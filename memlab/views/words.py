@@ -12,8 +12,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ..roofline import Device, device_named
 from ..trace import SAVED_CATEGORIES, Allocation, Growth, Peak, Place, Trace
-from ..units import GiB, KiB, MiB, format_bytes, format_ratio
+from ..units import GiB, KiB, MiB, format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
     from ..compare import Comparison, Row
@@ -62,7 +63,7 @@ def unit_for(nbytes: int) -> tuple[str, int]:
     return ("MiB", MiB) if nbytes >= MiB else ("KiB", KiB)
 
 
-def _wrapped(sentences: Iterable[str]) -> str:
+def wrapped(sentences: Iterable[str]) -> str:
     """Each sentence on lines of its own, those after its first indented; a number and its unit stay together."""
     fill = textwrap.TextWrapper(_WIDE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).fill
     tied = (re.sub(r"(\d) (?=%|[KMG]iB\b)", "\\1\N{NO-BREAK SPACE}", sentence) for sentence in sentences)
@@ -142,11 +143,19 @@ _TECHNIQUES = (
 
 def explain_trace(trace: Trace) -> str:
     """Plain sentences: which phase holds the peak, what is alive there, which technique can move it, which cannot."""
-    return _wrapped(trace_sentences(trace))
+    return wrapped(trace_sentences(trace))
 
 
 def trace_sentences(trace: Trace) -> Iterator[str]:
     """The same, sentence by sentence; those that begin with a dash belong to the one before them."""
+    yield from findings(trace)
+    if trace.peak_bytes:
+        yield from bounds(trace)
+        yield from _asides(trace)
+
+
+def findings(trace: Trace) -> Iterator[str]:
+    """Where the peak is, what is alive there, how high the next one is, what is saved, what grows."""
     if not trace.peak_bytes:
         yield "Nothing was in memory, and nothing ran."
         return
@@ -163,8 +172,6 @@ def trace_sentences(trace: Trace) -> Iterator[str]:
     if trace.saved:
         yield f"When backward begins, autograd holds {format_bytes(trace.saved_bytes)} for it."
     yield from growth(trace)
-    yield from bounds(trace)
-    yield from _asides(trace)
 
 
 def growth(trace: Trace) -> Iterator[str]:
@@ -200,6 +207,17 @@ def bounds(trace: Trace) -> Iterator[str]:
             "Of all techniques only LowPrecision makes parameters, buffers and optimizer state smaller as well: "
             f"{format_bytes(fixed)} ({percent(fixed, trace.peak_bytes)}) at the peak."
         )
+
+
+ESTIMATE = "Times are estimates by a roofline: at least that long, every operator at the device's peak."
+
+
+def estimate(trace: Trace, device: str | Device = "A100") -> str:
+    """How long the step takes on a device, at least, and what of that is recomputation: see `memlab.roofline`."""
+    device = device_named(device)
+    whole, again = trace.estimate_seconds(device), trace.estimate_seconds(device, "recompute")
+    recomputed = f"; recomputation adds at least {format_seconds(again)} of that, {percent(again, whole - again)}"
+    return f"An estimate for {device.name}: at least {format_seconds(whole)} a step{recomputed if again else ''}."
 
 
 def _holders(trace: Trace) -> str:
@@ -252,7 +270,7 @@ def _upper(sentence: str) -> str:
 
 def explain_comparison(comparison: Comparison) -> str:
     """Plain sentences: what moved the peak, at what price, what adds up and what does not, and the proof."""
-    return _wrapped(comparison_sentences(comparison))
+    return wrapped(comparison_sentences(comparison))
 
 
 Measured = list[tuple["Row", Trace]]  # a row and its trace, for rows that have one; the plain step first
