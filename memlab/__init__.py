@@ -13,8 +13,12 @@ technique trains the same model.
 'optimizer'
 """
 
+from typing import Any
+
 from .compare import Comparison, Row, compare
+from .contrast import Difference
 from .errors import MemlabError
+from .files.store import load
 from .limit import OutOfMemoryError, limit
 from .measure import measure
 from .record import record
@@ -22,7 +26,6 @@ from .simulate import simulate
 from .step import TrainingStep
 from .strategies import Baseline, Checkpoint, LowPrecision, MicroBatch, MixedPrecision, OptimizerInBackward
 from .trace import Allocation, Growth, SavedTensor, Trace
-from .views.files import load
 
 __version__ = "0.1.0"
 
@@ -31,6 +34,7 @@ __all__ = [
     "Baseline",
     "Checkpoint",
     "Comparison",
+    "Difference",
     "Growth",
     "LowPrecision",
     "MemlabError",
@@ -43,12 +47,27 @@ __all__ = [
     "Trace",
     "TrainingStep",
     "compare",
+    "explore",
+    "explore_checkpointing",
     "limit",
     "load",
     "measure",
     "record",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The explorers are looked up when they are asked for: they need ipywidgets and matplotlib."""
+    if name == "explore":
+        from .notebook.explorer import explore
+
+        return explore
+    if name == "explore_checkpointing":
+        from .notebook.schedule import explore_checkpointing
+
+        return explore_checkpointing
+    raise AttributeError(f"module 'memlab' has no attribute {name!r}")
 
 
 def load_ipython_extension(shell):  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .compare import Comparison, Row, compare
 from .errors import MemlabError
+from .files.store import load
 from .measure import measure
 from .named import NETWORKS, step_named, users_code
 from .roofline import DEVICES, Device, device_named
@@ -17,7 +18,6 @@ from .step import TrainingStep
 from .strategies import parse
 from .trace import Trace
 from .units import GiB, format_bytes, format_seconds, parse_bytes
-from .views.files import load
 from .views.table import unit
 from .views.words import ESTIMATE, estimate, percent
 

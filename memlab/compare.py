@@ -91,7 +91,7 @@ class Comparison:
 
     def explain(self) -> str:
         """Plain sentences: what the rows say."""
-        from .views.words import explain_comparison
+        from .views.verdicts import explain_comparison
 
         return explain_comparison(self)
 

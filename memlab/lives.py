@@ -3,8 +3,8 @@
 The join needs no clock. When operator k ends it leaves a marker, and each storage that it made names, by its address,
 exactly one open block of the allocator's. A block that no storage names is the operator's own: workspace.
 
-An operator's time runs until the next allocation: what is released between two operators (autograd dropping what it
-saved, gradients set to None) ends the first one and does not begin the second.
+An operator's time runs until the next allocation, or until the next operator ends: what is released between two
+operators (autograd dropping what it saved, gradients set to None) ends the first one and does not begin the second.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ def _continue(lives: Lives, tracker: Tracker, allocates: list[bool]) -> None:
 
 
 def _until_next_allocation(ends: list[int], allocates: list[bool]) -> list[int]:
-    """Each end moved to the first tick from it on that allocates."""
+    """Each end moved to the first tick from it on that allocates, but not past the next operator's end."""
     following = [len(allocates) + 1] * (len(allocates) + 2)
     for tick in range(len(allocates), 0, -1):
         following[tick] = tick if allocates[tick - 1] else following[tick + 1]
-    return [following[end] for end in ends]
+    afters = [*ends, len(allocates) + 1][1:]
+    return [min(following[end], after) for end, after in zip(ends, afters, strict=True)]

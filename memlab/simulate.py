@@ -7,12 +7,15 @@ Rule 1. What is simulated is a step of a training run under way: a plain step co
         state. So a simulation runs two steps.
 Rule 2. The user's step stays as it is: models that exist are copied without their weights, callables build anew.
 Rule 3. A simulated GPU keeps every tensor that is not on the CPU by its nature (the states of random streams are).
+Rule 4. Garbage is collected before a step is watched (`measure.traced`). What was there before the simulation is none
+        of its tensors, and to look through all of it takes a tenth as long as a simulation: it is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -77,7 +80,8 @@ def simulation(step: TrainingStep, device: Device, steady: bool = True) -> Itera
     """A stage of fake tensors: strategies can be run on it while the block is open, and nothing real."""
     if device not in get_args(Device):
         raise MemlabError(f"device is {device!r}: there is 'cuda' (a GPU of compute capability 8.0 or later) and 'cpu'")
-    with unseen(), faking() as mode, as_cuda(mode) if device == "cuda" else contextlib.nullcontext():
+    as_there = as_cuda if device == "cuda" else contextlib.nullcontext
+    with unseen(), _new_garbage_alone(), faking() as mode, as_there(mode):
         step = faked(step, mode)
         step.weight = None  # it may ask for data
         if device == "cuda" and step.optimizer is not None:
@@ -106,6 +110,19 @@ def simulated(stage: Stage, mode: FakeMode, strategy: Strategy, device: Device, 
     )
     limit.refuse(made)
     return made
+
+
+@contextlib.contextmanager
+def _new_garbage_alone() -> Iterator[None]:
+    """Rule 4."""
+    if gc.get_freeze_count():  # somebody else's, to be left as it is
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _rounding(trace: Trace) -> Iterator[Allocation]:

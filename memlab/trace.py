@@ -384,14 +384,14 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write the trace to one file (compressed JSON); `memlab.load` reads it back."""
-        from .views.files import save
+        from .files.store import save
 
         return save(self, path)
 
     def export(self, path: str | Path) -> Path:
         """Write the trace for another tool, by the suffix: `.json` or `.json.gz` (trace events: Perfetto,
         chrome://tracing), `.pickle` or `.pkl` (a memory snapshot: pytorch.org/memory_viz)."""
-        from .views.files import export
+        from .files.store import export
 
         return export(self, path)
 

@@ -19,11 +19,12 @@ import pytest
 
 pytest.importorskip("jupyterlab", reason="the explorers are driven in JupyterLab")
 pytest.importorskip("nbformat", reason="notebooks are written with nbformat")
-sync_api = pytest.importorskip("playwright.sync_api", reason="Chromium is driven by Playwright: pip install playwright")
+pytest.importorskip("playwright.sync_api", reason="Chromium is driven by Playwright: pip install playwright")
 
-import nbformat  # noqa: E402
+import nbformat
+from playwright import sync_api
 
-from memlab.notebook.explorer import explore  # noqa: E402
+from memlab.notebook.explorer import explore
 
 pytestmark = pytest.mark.browser
 
@@ -183,7 +184,7 @@ def test_sliders_and_switches_answer_to_the_keyboard(opened):
     pictures.append(shown.picture)
     shown.shot("explore-2-checkpoint")
 
-    shown.press("precision", LIST, "ArrowDown")
+    shown.press("precision", LIST, "Space", "ArrowDown", "Enter")
     shown.says(*expected(batch=8, checkpoint=True, precision="bf16 autocast"))
     pictures.append(shown.picture)
 
@@ -228,11 +229,39 @@ def test_a_wrong_slider_is_named_in_the_cell(opened):
 def test_it_can_be_read_on_a_dark_page_and_a_narrow_one(opened):
     shown = Shown(opened("explore"))
     shown.says(*expected())
-    shown.page.evaluate("document.body.dataset.jpThemeLight = 'false'")
     shown.page.get_by_role("menuitem", name="Settings", exact=True).click()
     shown.page.get_by_text("Theme", exact=True).hover()
     shown.page.get_by_text("JupyterLab Dark", exact=True).click()
+    shown.page.locator("#jupyterlab-splash").wait_for(state="detached")
     shown.page.set_viewport_size({"width": 900, "height": 1500})
     shown.shot("explore-7-dark-narrow")
     overflow = shown.panel.evaluate("panel => panel.scrollWidth - panel.clientWidth")
     assert overflow <= 0, f"{overflow} pixels are out of sight"
+
+
+def test_checkpoints_are_toggled_with_the_keyboard(opened):
+    try:
+        from memlab.notebook.schedule import explore_checkpointing
+    except ImportError as error:
+        pytest.skip(f"there is no explorer of checkpoints: {error}")
+    panel = explore_checkpointing(blocks=6)
+    shown = Shown(opened("checkpointing"))
+    shown.says(panel.text.splitlines()[0])
+    pictures = [shown.picture]
+
+    shown.page.get_by_role("button", name="2", exact=True).press("Space")
+    panel.toggles[2].value = True
+    shown.says(panel.text.splitlines()[0])
+    pictures.append(shown.picture)
+    shown.shot("checkpointing-1-one-block")
+
+    shown.press("instant", SLIDER, "Home")
+    panel.instant.value = 0
+    shown.says(*panel.text.splitlines()[:2])
+    pictures.append(shown.picture)
+
+    shown.page.get_by_role("button", name="best", exact=True).press("Space")
+    panel.buttons["best"].click()
+    shown.says(panel.text.splitlines()[0])
+    shown.shot("checkpointing-2-best")
+    assert len(set(pictures)) == len(pictures)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-IPython = pytest.importorskip("IPython", reason="the explorer is for notebooks")
+pytest.importorskip("IPython", reason="the explorer is for notebooks")
 pytest.importorskip("ipywidgets", reason="the explorer is made of ipywidgets")
 pytest.importorskip("matplotlib", reason="the explorer draws with matplotlib")
+
+import IPython
 
 from memlab import (
     Checkpoint,

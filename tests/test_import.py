@@ -15,9 +15,9 @@ from views_samples import IN_BACKWARD, every_trace, measured, trace
 
 import memlab
 from memlab import Checkpoint, MemlabError, MicroBatch, Trace
+from memlab.files.pickles import plain_values
 from memlab.trace import Allocation, Operator, Place
 from memlab.units import MiB
-from memlab.views.pickles import plain_values
 
 # -- there and back ----------------------------------------------------------------------------------------------------
 
@@ -463,12 +463,12 @@ def nested(opening, closing, depth):
     ],
 )
 def test_a_bomb_does_not_go_off(content, why, tmp_path, monkeypatch):
-    monkeypatch.setattr("memlab.views.pickles._MOST", 300_000)
+    monkeypatch.setattr("memlab.files.pickles._MOST", 300_000)
     assert why in refused(content, tmp_path)
 
 
 def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("memlab.views.files.LONGEST", 1000)
+    monkeypatch.setattr("memlab.files.store.LONGEST", 1000)
     assert "longer than 1,000 bytes" in refused(b"\x80" + b"\x00" * 2000, tmp_path)
 
 
@@ -568,7 +568,7 @@ def test_frames_that_are_shared_are_read_once(tmp_path):
 
 
 def test_more_events_than_a_trace_may_have_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("memlab.views.snapshot_reader._MOST_EVENTS", 5)
+    monkeypatch.setattr("memlab.files.snapshot_reader._MOST_EVENTS", 5)
     assert "it has 13 events, and this memlab reads 5" in refused(pickle.dumps(real(), 4), tmp_path)
 
 

@@ -174,3 +174,12 @@ def test_a_loss_scale_that_skips_is_warmed_up_until_it_steps():
     trace = memlab.measure(step, memlab.MixedPrecision("fp16"))
     assert "optimizer" in trace.by_phase()
     assert trace.by_category("optimizer")["optimizer state"] > 0
+
+
+def test_an_optimizer_that_allocates_nothing_has_its_level() -> None:
+    """Plain SGD writes into the parameters alone: what is alive meanwhile is all gradients, which go afterwards."""
+    step = zoo.mlp_step(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    parameters = distinct_bytes(step.model.parameters())
+    for allocator in (True, False):
+        phases = memlab.measure(step, allocator=allocator).by_phase()
+        assert 2 * parameters <= phases["optimizer"] <= phases["backward"]

@@ -179,6 +179,7 @@ ORDER = [
     "progress",
     "compare",
     "views",
+    "files",
     "__init__",
     "zoo",
     "notebook",
@@ -187,7 +188,8 @@ ORDER = [
     "commands",
     "__main__",
 ]
-SHOWN_BY = {"views", "notebook", "code", "contrast", "roofline"}  # a method such as `Trace.plot` hands over to these, by an import inside of it
+# A method such as `Trace.plot` hands over to these, by an import inside of it.
+SHOWN_BY = {"views", "files", "notebook", "code", "contrast", "roofline"}
 SOURCES = sorted((ROOT / "memlab").rglob("*.py"))
 
 

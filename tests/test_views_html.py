@@ -10,7 +10,8 @@ from views_samples import EMPTY, EVIL, EVIL_ROWS, FAILED, IN_BACKWARD, IN_OPTIMI
 from memlab import Checkpoint, Comparison
 from memlab.units import MiB, format_bytes
 from memlab.views.html import comparison_html, comparison_page, trace_html
-from memlab.views.words import comparison_sentences, figure_summary, trace_sentences
+from memlab.views.verdicts import comparison_sentences
+from memlab.views.words import figure_summary, trace_sentences
 
 VOID = {"meta", "img", "br"}
 ROWS = comparison(

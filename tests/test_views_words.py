@@ -18,7 +18,8 @@ from memlab import (
 )
 from memlab.units import MiB, format_bytes
 from memlab.views.table import comparison_frame, comparison_text
-from memlab.views.words import comparison_sentences, describe_trace, figure_summary, trace_sentences, unit_for
+from memlab.views.verdicts import comparison_sentences
+from memlab.views.words import describe_trace, figure_summary, trace_sentences, unit_for
 
 CHECKPOINT, MICRO = Checkpoint("blocks.*"), MicroBatch(count=4)
 

@@ -20,9 +20,9 @@ Rules:
    was not drawn before. `hold()` makes one change of several.
 3. No error in an answer is lost. The words say it; what is no `MemlabError` is raised as well.
 4. Nothing but what ipywidgets 7.7 and 8 have in common: `observe`, never `interact` or `Output`.
-5. Answers come one after another, on the thread that cells run on. JupyterLab hands what a page sends to a thread of its
-   own (a subshell of ipykernel 7), which would answer amid the answer before, and beside a cell that computes. What a
-   page sends meanwhile waits, and the newest is answered.
+5. Answers come one after another, on the thread that cells run on. JupyterLab hands what a page sends to another thread
+   (a subshell of ipykernel 7), which would answer amid the answer before, or beside a cell that computes. What a page
+   sends meanwhile waits, and the newest is answered.
 """
 
 from __future__ import annotations

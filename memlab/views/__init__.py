@@ -1,5 +1,6 @@
-"""What people see of a `Trace` or a `Comparison`: words, tables, pictures, pages, files.
+"""What people see of a `Trace`, a `Comparison` or a `Difference`: words, tables, pictures, pages.
 
-Each takes values and measures nothing. A file imports only those before it: `colours`, `words`, `table`, `plots`,
-`html`; `files` stands alone.
+Each takes values and measures nothing. From the ground up: `colours`, `words`, `verdicts`, `table`; `canvas`, to draw
+on; the figures (`plots`, `fit`, `modules`, `blocks`, `network`, `reasons_saved`, `saved`, `difference`, `schedule`), of
+which `figures` chooses one; `html` and `report`, the pages.
 """

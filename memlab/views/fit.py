@@ -50,7 +50,7 @@ def _draw_peaks(ax: Axes, plain: Trace | None, trace: Trace | None, budget: int 
                 words += f", {percent(each.peak_bytes, plain.peak_bytes)}"
         ax.text(0, number - 0.3, words, fontsize=9, parse_math=False, va="bottom", bbox=_ON_WHITE, zorder=4, **style)
     ax.set_xlim(0, 1.05 * end / unit)
-    ax.set_ylim(1.45, -0.75)
+    ax.set_ylim(1.65, -0.7)
     ax.set_yticks([])
     ax.set_xlabel(f"{name} at the peak")
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -61,7 +61,7 @@ def _draw_peaks(ax: Axes, plain: Trace | None, trace: Trace | None, budget: int 
     if budget is not None and budget <= end:
         ax.axvline(budget / unit, **_LINE)
         at_right = budget > end / 2
-        _name_budget(ax, budget, (budget / unit, 1.4), (-4 if at_right else 4, 0), "right" if at_right else "left")
+        _name_budget(ax, budget, (budget / unit, 1.58), (-4 if at_right else 4, 0), "right" if at_right else "left")
 
 
 def _draw_timeline(ax: Axes, trace: Trace, budget: int | None) -> None:

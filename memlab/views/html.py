@@ -17,7 +17,8 @@ from ..trace import Trace
 from ..units import format_bytes
 from .colours import COLOURS, HATCHES, TOO_SMALL
 from .table import HEADS, cells, footnotes, unit
-from .words import comparison_sentences, growth, operator_name, pass_name, percent, trace_sentences
+from .verdicts import comparison_sentences
+from .words import growth, operator_name, pass_name, percent, saved_text, trace_sentences
 
 if TYPE_CHECKING:
     from ..compare import Comparison, Row
@@ -39,7 +40,7 @@ def trace_html(trace: Trace) -> str:
     head += f"<b>{format_bytes(trace.peak_bytes)}</b> in {pass_name(place)}"
     head += f" ({escape(where)})" if where else ""
     facts = [f"highest in {phase}: {format_bytes(nbytes)}" for phase, nbytes in trace.by_phase().items()]
-    facts.append(f"saved for backward: {format_bytes(trace.saved_bytes)}")
+    facts.append(f"saved for backward: {saved_text(trace)}")
     remarks = [*growth(trace), *(f"not seen: {sentence}" for sentence in trace.absent), *trace.notes]
     return "".join(
         [

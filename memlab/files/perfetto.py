@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..trace import CATEGORIES, Place, Trace
+from ..views.words import figure_summary, operator_name
 from .instants import changes, has_clock, instants
-from .words import figure_summary, operator_name
 
 _HERE = {"pid": 1, "tid": 1}
 _DEEPEST = 30  # slices of modules in one another
