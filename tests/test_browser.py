@@ -6,6 +6,7 @@ Screenshots are left in `browser-artifacts/`, to be looked at.
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -106,15 +107,28 @@ def opened(lab, chromium, request):
     def open_and_run(name):
         page = context.new_page()
         page.goto(lab.format(name))
-        page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_text("Run All Cells", exact=True).click()
+        run_all(page)
         return page
 
     yield open_and_run
     for page in context.pages:
         page.screenshot(path=ARTEFACTS / f"{request.node.name}.png")
     context.close()
+
+
+def run_all(page):
+    """Run the cells; again where JupyterLab, not yet in touch with the kernel, has lost the request or asks for one."""
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+    started = page.locator(".jp-InputArea-prompt").filter(has_text=re.compile(r"\[[*\d]+\]"))
+    for _ in range(10):
+        if page.locator(".jp-Dialog").count():
+            page.keyboard.press("Enter")
+        else:
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_text("Run All Cells", exact=True).click()
+        with contextlib.suppress(sync_api.TimeoutError):
+            started.first.wait_for(timeout=3000)
+            return
 
 
 class Shown:

@@ -1,5 +1,19 @@
-"""What the lessons need and users do not: predictions."""
+"""What the lessons need and users do not: predictions, exercises that check themselves, quizzes."""
 
+from .exercises import Exercise, Mistake, Outcome, check
 from .predictions import Answer, Prediction, beside, predict
+from .quizzes import Option, Question, quiz
 
-__all__ = ["Answer", "Prediction", "beside", "predict"]
+__all__ = [
+    "Answer",
+    "Exercise",
+    "Mistake",
+    "Option",
+    "Outcome",
+    "Prediction",
+    "Question",
+    "beside",
+    "check",
+    "predict",
+    "quiz",
+]
