@@ -249,6 +249,25 @@ def test_the_peak_is_the_allocators_to_the_byte(name: str, strategy: str) -> Non
     assert top["batch"] == distinct_bytes(_tensors(step.batch))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_simulation_says_the_same(name: str, strategy: str) -> None:
+    case, technique = CASES[name], STRATEGIES[strategy]
+    if name == "lstm" and (CHECKPOINT in technique.parts or BF16 in technique.parts):
+        pytest.skip("an LSTM is one operator: it has no blocks, and oneDNN does not train it in bf16 on every CPU")
+    step = _step(case)
+    to_be_built = memlab.TrainingStep(lambda: case.build().train(), case.batch, case.loss_fn, torch.optim.AdamW)
+    with torch.backends.mkldnn.flags(enabled=name != "lstm"):  # oneDNN's keeps its workspace as a tensor
+        real = memlab.measure(step, technique, allocator=False)
+        for fake in (memlab.simulate(step, technique, "cpu"), memlab.simulate(to_be_built, technique, "cpu")):
+            assert fake.tensor_peak_bytes == real.tensor_peak_bytes
+            assert fake.by_category() == real.by_category()
+            assert fake.saved_bytes == real.saved_bytes
+    on_cuda = memlab.simulate(step, technique)
+    assert on_cuda.by_category("forward")["parameters"] == distinct_bytes(step.model.parameters())
+    assert not to_be_built.is_built
+
+
 def _explained_and_alive(forward: Callable[[], torch.Tensor], older: list[torch.Tensor]) -> tuple[int, int]:
     """Bytes that the ledger names after a forward pass, and those that the allocator handed out and has not back."""
     forward()
