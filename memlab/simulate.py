@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from . import limit
 from .as_cuda import absent as not_emulated
@@ -33,6 +33,7 @@ from .trace import Allocation, Trace
 
 Device: TypeAlias = Literal["cuda", "cpu"]
 
+_FROZEN_BY_PYTHON = 1000  # objects, generously: 3.12 starts with some hundreds
 _BLOCK = 512  # bytes: the caching allocator on CUDA hands out multiples of it (c10/cuda/CUDACachingAllocator.cpp)
 
 
@@ -84,8 +85,6 @@ def simulation(step: TrainingStep, device: Device, steady: bool = True) -> Itera
     with unseen(), _new_garbage_alone(), faking() as mode, as_there(mode):
         step = faked(step, mode)
         step.weight = None  # it may ask for data
-        if device == "cuda" and step.optimizer is not None:
-            _as_on_cuda(step.optimizer)
         with Stage(step, steady) as stage:
             yield stage, mode
 
@@ -115,7 +114,7 @@ def simulated(stage: Stage, mode: FakeMode, strategy: Strategy, device: Device, 
 @contextlib.contextmanager
 def _new_garbage_alone() -> Iterator[None]:
     """Rule 4."""
-    if gc.get_freeze_count():  # somebody else's, to be left as it is
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:  # by somebody else, to be left as it is
         yield
         return
     gc.freeze()
@@ -132,15 +131,3 @@ def _rounding(trace: Trace) -> Iterator[Allocation]:
             yield dataclasses.replace(
                 allocation, nbytes=rest, category="rounding", storage=None, name="", dtype="", shape=()
             )
-
-
-def _as_on_cuda(optimizer: Any) -> None:
-    """Optimizers choose their foreach form by default on CUDA, and the loop on the CPU."""
-    for group in optimizer.param_groups:
-        if (
-            "foreach" in group
-            and group["foreach"] is None
-            and not group.get("fused")
-            and not group.get("differentiable")
-        ):
-            group["foreach"] = True

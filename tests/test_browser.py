@@ -1,4 +1,4 @@
-"""The explorers under a person's hands: JupyterLab in headless Chromium, controls moved with the keyboard alone.
+"""Explorers and lessons under a person's hands: JupyterLab in headless Chromium, moved with the keyboard alone.
 
 Screenshots are left in `browser-artifacts/`, to be looked at.
 """
@@ -23,6 +23,7 @@ pytest.importorskip("nbformat", reason="notebooks are written with nbformat")
 pytest.importorskip("playwright.sync_api", reason="Chromium is driven by Playwright: pip install playwright")
 
 import nbformat
+from lessons import LESSONS, every_lesson
 from playwright import sync_api
 
 from memlab.notebook.explorer import explore
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parent.parent
 ARTEFACTS = ROOT / "browser-artifacts"
-SECONDS = 30  # for anything to appear: kernels start slowly on a busy machine
+SECONDS = 60  # for anything to appear: kernels start slowly on a busy machine
 
 SIZES = {"depth": (2, 6), "width": [64, 128], "context": [64], "batch": (8, 64)}
 NOTEBOOKS = {
@@ -40,7 +41,10 @@ NOTEBOOKS = {
     "checkpointing": "from memlab.notebook.schedule import explore_checkpointing\nexplore_checkpointing(blocks=6)",
 }
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-NO_NEWS = '{"fetchNews": "false", "checkForUpdates": false}'
+SETTINGS = {
+    "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
+    "notebook-extension/tracker": '{"windowingMode": "none"}',  # all cells are on the page, also those out of sight
+}
 
 
 # -- JupyterLab and the browser ----------------------------------------------------------------------------------------
@@ -53,9 +57,12 @@ def lab(tmp_path_factory):
     for name, cell in NOTEBOOKS.items():
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)], metadata=KERNEL)
         nbformat.write(notebook, home / f"{name}.ipynb")
-    settings = home / "settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
-    settings.parent.mkdir(parents=True)
-    settings.write_text(NO_NEWS)
+    for lesson in LESSONS:
+        nbformat.write(without_outputs(lesson.path), home / lesson.path.name)
+    for name, text in SETTINGS.items():
+        settings = home / f"settings/@jupyterlab/{name}.jupyterlab-settings"
+        settings.parent.mkdir(parents=True)
+        settings.write_text(text)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -76,16 +83,24 @@ def lab(tmp_path_factory):
         server.wait(30)
 
 
+def without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
 def answers(address):
     with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5) as reply:
         return reply.status == 200
     return False
 
 
-def wait_for(condition, log):
+def wait_for(condition, log=None):
     end = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < end, log.read_text()
+        assert time.monotonic() < end, log.read_text() if log else "nothing happens"
         time.sleep(0.2)
 
 
@@ -99,7 +114,7 @@ def chromium():
 
 @pytest.fixture
 def opened(lab, chromium, request):
-    """`opened(name)`: the page with that notebook, all cells run. How it looked at the end is kept."""
+    """`opened(name)`: the page with that notebook, all cells started. How it looked at the end is kept."""
     ARTEFACTS.mkdir(exist_ok=True)
     context = chromium.new_context(viewport={"width": 1400, "height": 1500})
     context.set_default_timeout(SECONDS * 1000)
@@ -119,7 +134,8 @@ def opened(lab, chromium, request):
 def run_all(page):
     """Run the cells; again where JupyterLab, not yet in touch with the kernel, has lost the request or asks for one."""
     page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
-    started = page.locator(".jp-InputArea-prompt").filter(has_text=re.compile(r"\[[*\d]+\]"))
+    started = page.locator(".jp-InputArea-prompt").filter(has_text=re.compile(r"\[\d+\]"))
+    started = started.or_(page.get_by_text("Python 3 (ipykernel) | Busy"))  # not [*]: a lost request leaves it behind
     for _ in range(10):
         if page.locator(".jp-Dialog").count():
             page.keyboard.press("Enter")
@@ -127,7 +143,7 @@ def run_all(page):
             page.get_by_role("menuitem", name="Run", exact=True).click()
             page.get_by_text("Run All Cells", exact=True).click()
         with contextlib.suppress(sync_api.TimeoutError):
-            started.first.wait_for(timeout=3000)
+            started.first.wait_for(timeout=5000)
             return
 
 
@@ -240,19 +256,6 @@ def test_a_wrong_slider_is_named_in_the_cell(opened):
     page.screenshot(path=ARTEFACTS / "explore-6-mistake.png")
 
 
-def test_it_can_be_read_on_a_dark_page_and_a_narrow_one(opened):
-    shown = Shown(opened("explore"))
-    shown.says(*expected())
-    shown.page.get_by_role("menuitem", name="Settings", exact=True).click()
-    shown.page.get_by_text("Theme", exact=True).hover()
-    shown.page.get_by_text("JupyterLab Dark", exact=True).click()
-    shown.page.locator("#jupyterlab-splash").wait_for(state="detached")
-    shown.page.set_viewport_size({"width": 900, "height": 1500})
-    shown.shot("explore-7-dark-narrow")
-    overflow = shown.panel.evaluate("panel => panel.scrollWidth - panel.clientWidth")
-    assert overflow <= 0, f"{overflow} pixels are out of sight"
-
-
 def test_checkpoints_are_toggled_with_the_keyboard(opened):
     try:
         from memlab.notebook.schedule import explore_checkpointing
@@ -279,3 +282,50 @@ def test_checkpoints_are_toggled_with_the_keyboard(opened):
     shown.says(panel.text.splitlines()[0])
     shown.shot("checkpointing-2-best")
     assert len(set(pictures)) == len(pictures)
+
+
+def test_it_can_be_read_on_a_dark_page_and_a_narrow_one(opened):
+    shown = Shown(opened("explore"))
+    shown.says(*expected())
+    shown.page.get_by_role("menuitem", name="Settings", exact=True).click()
+    shown.page.get_by_text("Theme", exact=True).hover()
+    shown.page.get_by_text("JupyterLab Dark", exact=True).click()
+    shown.page.locator("body[data-jp-theme-light=false]").wait_for(state="attached")
+    shown.page.locator("#jupyterlab-splash").wait_for(state="detached")
+    shown.page.set_viewport_size({"width": 900, "height": 1500})
+    shown.shot("explore-7-dark-narrow")
+    overflow = shown.panel.evaluate("panel => panel.scrollWidth - panel.clientWidth")
+    assert overflow <= 0, f"{overflow} pixels are out of sight"
+
+
+# -- the lessons -------------------------------------------------------------------------------------------------------
+
+A_LESSON = 240  # seconds at most: a quarter of it in peace, but other tests run beside it
+ERRORS = "[data-mime-type$='jupyter.error'], [data-mime-type$='jupyter.stderr']"
+
+
+def seen(explorer):
+    """What an explorer says and shows."""
+    return explorer.inner_text(), explorer.locator("img").first.get_attribute("src")
+
+
+@every_lesson
+def test_a_lesson_runs_from_top_to_bottom(opened, lesson):
+    page = opened(lesson.path.stem)
+    last = page.get_by_text(f"[{len(lesson.code)}]:", exact=True)
+    last.or_(page.locator(ERRORS)).first.wait_for(timeout=A_LESSON * 1000)
+    assert not page.locator(ERRORS).all_inner_texts()
+
+    explorers = page.locator(".jp-OutputArea-output").filter(has=page.locator(SLIDER)).all()
+    assert len(explorers) == sum(bool(re.search(r"\bexplore\w*\(", cell.source)) for cell in lesson.code)
+    for explorer in explorers:
+        before = seen(explorer)
+        explorer.locator(SLIDER).first.focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")  # not where it began, unless that was the second place
+        page.keyboard.press("ArrowRight")
+        wait_for(lambda explorer=explorer, before=before: seen(explorer) != before)
+
+    cells = page.locator(".jp-Notebook .jp-Cell")
+    height = sum(box["height"] for cell in cells.all() if (box := cell.bounding_box()))
+    page.set_viewport_size({"width": 1400, "height": min(int(height) + 300, 15_000)})  # for the picture of the whole

@@ -2,20 +2,23 @@
 
 While `as_cuda(mode)` is open, fake tensors of the CPU behave for autograd, autocast and the choice of kernels as on a
 CUDA device of compute capability 8.0 or later. Read in this order: `policies.py` and `autocast.py` (what is cast),
-`redirect.py` (what a program says of CUDA's autocast), `composites.py` and `attention.py` (what operators are composed
-of), `results.py` (what kernels return).
+`redirect.py` (what a program says of CUDA's autocast), `device.py` (what it asks of the GPU itself), `composites.py`
+and `attention.py` (what operators are composed of), `results.py` (what kernels return).
 
 Rule 1. Kernels are registered with PyTorch's dispatcher for as long as the block is open. Afterwards its tables are
         what they were, and so are the attributes that were replaced, also after an exception.
-Rule 2. All of it holds for the whole process: nothing real may run inside.
+Rule 2. Kernels hold for the whole process: nothing real may run inside. In other threads operators are composed as they
+        were, and the CPU's autocast, for which there is no way back, is refused.
 Rule 3. No tensor is made on CUDA.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import _meta_registrations
@@ -24,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..fake import FakeMode
 from ..patch import replaced
 from . import autocast, composites, results
+from .device import present
 from .redirect import redirected
 
 absent: tuple[str, ...] = (
@@ -48,7 +52,7 @@ def as_cuda(mode: FakeMode) -> Iterator[None]:
         with answers:
             yield
     else:
-        with _registered(), redirected(), _shapes(), answers:
+        with _registered(), redirected(), present(), _shapes(), answers:
             yield
 
 
@@ -62,12 +66,31 @@ def _registered() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")  # that is the purpose
             for (name, key), kernel in {**autocast.kernels(), **composites.kernels()}.items():
-                library.impl(name, kernel, key)
+                library.impl(name, _in_this_thread(name, kernel), key)
         yield
     finally:
         library._destroy()
         FakeTensorMode.cache_clear()
         _open = False
+
+
+def _in_this_thread(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    if kernel is torch.library.fallthrough_kernel:
+        return kernel
+    thread, packet, overload = threading.get_ident(), *f"{name}.".split(".")[:2]
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            return kernel(*args, **kwargs)
+        if kernel in composites.COMPOSED:
+            return operator.decompose(*args, **kwargs)
+        raise RuntimeError(
+            f"{name} was called while memlab.simulate(device='cuda') runs in another thread, which changes PyTorch's "
+            "operators for the whole process meanwhile: wait for it, or simulate in a process of its own"
+        )
+
+    return chosen
 
 
 def _shapes() -> contextlib.AbstractContextManager[None]:

@@ -19,9 +19,11 @@ _FLOAT, _HALF, _BFLOAT = torch.float32, torch.float16, torch.bfloat16
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     """Dropout.cpp: fused, with a mask of one byte an element (`is_fused_kernel_acceptable`)."""
-    if train and 0 < p < 1 and input.numel():
-        return aten.native_dropout.default(input, p, train)[0]
-    return aten.dropout.default.decompose(input, p, train)
+    if not train or p == 0 or not input.numel():
+        return input
+    if p == 1:
+        return input * torch.zeros((), dtype=input.dtype)
+    return aten.native_dropout.default(input, p, train)[0]
 
 
 def batch_norm(
@@ -98,19 +100,21 @@ def _never(*_: Any) -> Any:
     raise RuntimeError("a simulation as on CUDA is open in this process: nothing real may run inside it")
 
 
+COMPOSED: dict[Callable[..., Any], str] = {  # the operators that are composed of others, and so have a way back
+    dropout: "dropout",
+    scaled_dot_product_attention: "scaled_dot_product_attention",
+    batch_norm: "batch_norm",
+    group_norm: "group_norm",
+    softmax: "softmax.int",
+    log_softmax: "log_softmax.int",
+    lstm_cell: "lstm_cell",
+    gru_cell: "gru_cell",
+}
+
+
 def kernels() -> dict[tuple[str, str], Callable[..., Any]]:
     """By operator and dispatch key; of the operators that this PyTorch has."""
-    for_autograd: dict[str, Callable[..., Any]] = {
-        "dropout": dropout,
-        "scaled_dot_product_attention": scaled_dot_product_attention,
-        "batch_norm": batch_norm,
-        "group_norm": group_norm,
-        "softmax.int": softmax,
-        "log_softmax.int": log_softmax,
-        "lstm_cell": lstm_cell,
-        "gru_cell": gru_cell,
-    }
-    found = {(name, "AutogradCPU"): kernel for name, kernel in for_autograd.items()}
+    found = {(name, "AutogradCPU"): kernel for kernel, name in COMPOSED.items()}
     if hasattr(aten, "_fused_rms_norm"):  # with a kernel of its own, as on CUDA, autograd takes it as a whole
         found["_fused_rms_norm", "CPU"] = _never
     return found

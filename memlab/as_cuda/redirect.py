@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode, grad_scaler
 
-from ..patch import replaced
+from ..faking import here
 from .autocast import clear_cache
 
 
@@ -24,11 +24,11 @@ def redirected() -> Iterator[None]:
             stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
             torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
         stack.callback(clear_cache)
-        stack.enter_context(replaced(torch, _state()))
+        stack.enter_context(here(torch, _state()))
         autocast, scaler = autocast_mode.autocast, grad_scaler.GradScaler
-        stack.enter_context(replaced(autocast, {"__init__": _starting(autocast.__init__)}))
-        stack.enter_context(replaced(scaler, {"__init__": _starting(scaler.__init__)}))
-        stack.enter_context(replaced(autocast_mode, {"_cast": _casting(autocast_mode._cast)}))
+        stack.enter_context(here(autocast, {"__init__": _starting(autocast.__init__)}))
+        stack.enter_context(here(scaler, {"__init__": _starting(scaler.__init__)}))
+        stack.enter_context(here(autocast_mode, {"_cast": _casting(autocast_mode._cast)}))
         yield
 
 

@@ -64,6 +64,11 @@ def cudnn_batch_norm_backward(_: Any, input: Any, grad: Any, weight: Any, *rest:
     return torch.empty_like(input), torch.empty_like(weight), torch.empty_like(weight)
 
 
+def embedding_bag(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """cuda/EmbeddingBag.cu: nothing is left over, as on the CPU."""
+    return original(*args, **kwargs)
+
+
 def log_sigmoid(_: Any, input: Any) -> _Results:
     """cuda/ActivationLogSigmoidKernel.cu: no buffer."""
     return torch.empty_like(input), input.new_empty(0)
@@ -91,6 +96,7 @@ def overrides() -> dict[Any, Callable[..., Any]]:
         "native_batch_norm": native_batch_norm,
         "cudnn_batch_norm": cudnn_batch_norm,
         "cudnn_batch_norm_backward": cudnn_batch_norm_backward,
+        "_embedding_bag": embedding_bag,
         "log_sigmoid_forward": log_sigmoid,
         "_thnn_fused_gru_cell": gru_cell,
         "_thnn_fused_gru_cell_backward": gru_cell_backward,

@@ -12,12 +12,17 @@ Rule 2. A mistake is a wrong answer of the same form, written down. It is run as
         give the same, the learner gets the mistake's hint. So hints are tested by giving each mistake as an answer.
 Rule 3. No text says what the right answer is. The solutions are in `notebooks/solutions/`.
 Rule 4. The learner's own errors pass untouched.
+Rule 5. Checking changes nothing: every answer meets the same random numbers, and the learner's stream goes on as if
+        nothing had been drawn.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -75,19 +80,27 @@ class Exercise:
     def judge(self, answer: Answer) -> Outcome:
         if is_untouched(answer):
             return Outcome(self.number, "not attempted", "not attempted yet")
-        result = self.run(answer)
-        if result is None or result is ...:
+        result = _alike(self.run, answer)
+        if _is_nothing(result):
             return Outcome(self.number, "not attempted", "not attempted yet: your function returns nothing")
-        truth = self.truth()
+        truth = _alike(self.truth)
         if same(result, truth):
             return Outcome(self.number, "right", "right")
+        return Outcome(self.number, "wrong", f"not yet. {self._hint(result, truth)}")
+
+    def _hint(self, result: Result, truth: Result) -> str:
+        """What to say to a wrong result: the hint of the mistake that gives the same, or what can be read from it."""
         for mistake in self.mistakes:
-            if same(result, self.run(mistake.answer)):
-                return Outcome(self.number, "wrong", f"not yet. {mistake.hint}")
-        hint = self.diagnose(result, truth)
-        return Outcome(
-            self.number, "wrong", f"not yet. {hint or 'It gives something else on the cases of this check.'}"
-        )
+            if same(result, _alike(self.run, mistake.answer)):
+                return mistake.hint
+        kinds = _other_kind(result, truth)
+        try:
+            hint = self.diagnose(result, truth)
+        except Exception:
+            if not kinds:
+                raise
+            hint = None  # it reads results of the truth's kind
+        return hint or kinds or "It gives something else on the cases of this check."
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,9 +136,12 @@ def exercise(number: str) -> Exercise:
 
 def lesson_module(lesson: str) -> Any:
     """The module with a lesson's exercises and quiz."""
+    name = f"{__package__}.lessons.lesson_{int(lesson):02}"
     try:
-        return importlib.import_module(f"{__package__}.lessons.lesson_{int(lesson):02}")
-    except ModuleNotFoundError:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
         raise MemlabError(f"lesson {lesson} has no exercises") from None
 
 
@@ -133,17 +149,34 @@ def is_untouched(answer: Answer) -> bool:
     """Whether an answer still has the `...` in it that stands where the learner is to write."""
     if isinstance(answer, str):
         return not answer.strip(" .")
+    if isinstance(answer, list | tuple):
+        return any(part is ... for part in answer)
     if isinstance(answer, type):
-        return any(is_untouched(method) for method in vars(answer).values() if isinstance(method, FunctionType))
+        methods = (getattr(method, "__func__", method) for method in vars(answer).values())
+        return any(is_untouched(method) for method in methods if isinstance(method, FunctionType))
     if isinstance(answer, FunctionType):
-        return ... in answer.__code__.co_consts
+        return _has_a_gap(answer)
     return answer is None or answer is ...
+
+
+def _has_a_gap(function: FunctionType) -> bool:
+    """Whether a function has a `...` of its own; one in an index, as in `x[..., 0]`, is not a gap."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # made by `exec`, or a lambda within a longer expression
+        return ... in function.__code__.co_consts
+    indices = (node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript))
+    indexed = {id(node) for index in indices for node in ast.walk(index)}
+    return any(
+        isinstance(node, ast.Constant) and node.value is ... and id(node) not in indexed for node in ast.walk(tree)
+    )
 
 
 def same(one: Result, other: Result) -> bool:
     """Equal results: whole numbers, text and sets exactly, floating-point numbers and tensors up to rounding."""
+    one, other = _plain(one, other), _plain(other, one)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-8)
+        return one.shape == other.shape and torch.allclose(_exact(one), _exact(other), rtol=1e-5, atol=1e-8)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -153,4 +186,58 @@ def same(one: Result, other: Result) -> bool:
     if isinstance(one, float) or isinstance(other, float):
         numbers = isinstance(one, int | float) and isinstance(other, int | float)
         return numbers and math.isclose(one, other, rel_tol=1e-6)
-    return bool(type(one) is type(other) and one == other)
+    return _kind(one) == _kind(other) and bool(one == other)
+
+
+def _alike(function: Callable[..., Result], *arguments: Any) -> Result:
+    """What a function gives when it meets the random numbers that every answer meets (Rule 5)."""
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(0)
+        return function(*arguments)
+
+
+def _is_nothing(result: Result) -> bool:
+    """Whether nothing came back, on any of the cases."""
+    if isinstance(result, list | tuple):
+        return bool(result) and all(map(_is_nothing, result))
+    return result is None or result is ...
+
+
+def _plain(value: Result, beside: Result) -> Result:
+    """A tensor or array of one number as that number, unless it is compared with a tensor."""
+    if not isinstance(beside, torch.Tensor) and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().double()
+
+
+_KINDS: tuple[tuple[Any, str], ...] = (
+    (bool, "True or False"),
+    ((int, float), "a number"),
+    (str, "text"),
+    ((set, frozenset), "a set"),
+    (dict, "a dict"),
+    ((list, tuple), "a list"),
+    (torch.Tensor, "a tensor"),
+    (type(None), "nothing"),
+)
+
+
+def _kind(value: Result) -> str:
+    """What a result is, in the words of a learner."""
+    return next((words for types, words in _KINDS if isinstance(value, types)), type(value).__name__)
+
+
+def _other_kind(result: Result, truth: Result) -> str | None:
+    """What to say to a result that is of another kind than the truth, or has a part that is."""
+    given, asked = _kind(_plain(result, truth)), _kind(truth)
+    if given != asked:
+        return f"It gives {given} where {asked} is asked for."
+    if isinstance(truth, dict) and result.keys() == truth.keys():
+        result, truth = [result[key] for key in truth], [*truth.values()]
+    if isinstance(truth, list | tuple) and len(result) == len(truth):
+        return next(filter(None, map(_other_kind, result, truth)), None)
+    return None

@@ -62,15 +62,16 @@ class Quiz:
         return "\n".join(lines)
 
 
-def quiz(lesson: int, answers: str = NO_ANSWER) -> Quiz:
+def quiz(lesson: int, answers: object = NO_ANSWER) -> Quiz:
     """The lesson's questions, and what there is to say to the answers.
 
     `answers` are letters, one for each question, such as "b a c". Raises MemlabError for others.
     """
     questions: tuple[Question, ...] = lesson_module(str(lesson)).QUIZ
-    if answers.strip().lower() in ("", NO_ANSWER):
+    text = "" if answers is None else str(answers).strip().lower()  # a list of letters will do, too
+    if text in ("", NO_ANSWER):
         return Quiz(questions)
-    letters = [letter for letter in answers.lower() if letter.isalpha()]
+    letters = [letter for letter in text if letter.isalpha()]
     chosen = tuple(ord(letter) - ord("a") for letter in letters)
     if len(chosen) != len(questions) or any(
         place >= len(question.options) for place, question in zip(chosen, questions, strict=False)

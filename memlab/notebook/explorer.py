@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
 import html
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -127,7 +126,7 @@ class Explorer(Panel):
         if missing:
             self._announce("simulating…")
             step = _Deferred(lambda: self._make(values))
-            with _own_errors_in_words(), _new_garbage_alone(), simulation(step, device) as (stage, mode):
+            with _own_errors_in_words(), simulation(step, device) as (stage, mode):
                 for strategy in missing:
                     known[sizes, strategy] = _trace(stage, mode, strategy, device)
         found = [known[sizes, strategy] for strategy in strategies]
@@ -200,20 +199,6 @@ def _own_errors_in_words() -> Iterator[None]:
         raise
     except Exception as error:
         raise MemlabError(f"{type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _new_garbage_alone() -> Iterator[None]:
-    """Simulations collect garbage before they count; what was there before can be none of theirs, and to look through
-    all of it takes as long as a simulation."""
-    if gc.get_freeze_count():  # somebody else's, to be left as it is
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------
