@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import MemlabError
-from .fake import FakeMode
 from .measure import Stage, refuse, trace
 from .progress import progress
 from .proof import Prover
 from .reasons import reason
 from .simulate import Device, simulation
 from .simulate import simulated as simulated_trace
+from .simulation.fake import FakeMode
 from .step import TrainingStep
 from .strategies import Baseline, Strategy
 from .trace import Trace

@@ -1,6 +1,6 @@
 """A training step and a strategy in, a `Trace` out, with nothing computed: no weights, no arithmetic, no GPU.
 
-The step runs on fake tensors (`fake.py`), for a GPU with CUDA's choices in place of the CPU's (`as_cuda/`), under the
+The step runs on fake tensors (`simulation/`), for a GPU with CUDA's choices in place of the CPU's, under the
 same instruments as in `measure`.
 
 Rule 1. What is simulated is a step of a training run under way: a plain step comes first, which makes the optimizer's
@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
 from . import limit
-from .as_cuda import absent as not_emulated
-from .as_cuda import as_cuda
 from .errors import MemlabError
-from .fake import FakeMode, faked
-from .faking import explained, faking
 from .measure import Stage, checked, traced
 from .modes import unseen
+from .simulation.as_cuda import absent as not_emulated
+from .simulation.as_cuda import as_cuda
+from .simulation.fake import FakeMode, faked
+from .simulation.faking import explained, faking
 from .step import TrainingStep
 from .strategies import Strategy
 from .trace import Allocation, Trace

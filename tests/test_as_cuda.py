@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from memlab import ledger
-from memlab.as_cuda import absent, as_cuda, autocast, composites, policies
-from memlab.fake import FakeMode
+from memlab.simulation.as_cuda import absent, as_cuda, autocast, composites, policies
+from memlab.simulation.fake import FakeMode
 from tests.cuda_reference import networks
 
 HERE = pathlib.Path(__file__).parent
@@ -699,8 +699,8 @@ def test_it_can_be_opened_before_the_mode():
 def test_nothing_is_said_on_the_way():
     program = """
 import torch
-from memlab.as_cuda import as_cuda
-from memlab.fake import FakeMode
+from memlab.simulation.as_cuda import as_cuda
+from memlab.simulation.fake import FakeMode
 mode = FakeMode()
 with mode, as_cuda(mode), torch.autocast("cuda"):
     torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)(torch.randn(2, 4, 16)).sum().backward()

@@ -12,8 +12,8 @@ import torch
 
 from memlab import ledger
 from memlab.errors import MemlabError
-from memlab.fake import Twins
-from memlab.faking import faking
+from memlab.simulation.fake import Twins
+from memlab.simulation.faking import faking
 
 pytest.importorskip("expecttest", reason="PyTorch's own samples need expecttest, which is not installed")
 from torch.testing._internal.common_methods_invocations import op_db

@@ -17,8 +17,8 @@ from torch import nn
 
 import memlab
 from memlab import zoo
-from memlab.faking import faking
-from memlab.unknown import Unknown
+from memlab.simulation.faking import faking
+from memlab.simulation.unknown import Unknown
 from tests.test_exact import NETWORKS, OPTIMIZERS, STRATEGIES
 from tests.truth import distinct_bytes
 

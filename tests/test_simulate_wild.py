@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memlab
-from memlab.faking import faking
+from memlab.simulation.faking import faking
 from tests.test_simulate import assert_same
 
 DEVICES: list[Any] = ["cpu", "cuda"]

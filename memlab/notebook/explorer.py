@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import MemlabError
-from ..fake import FakeMode
 from ..measure import Stage
 from ..nest import kind
 from ..reasons import reason
 from ..simulate import Device, simulated, simulation
+from ..simulation.fake import FakeMode
 from ..step import TrainingStep
 from ..strategies import Baseline, MicroBatch, Runner, Strategy
 from ..trace import Trace

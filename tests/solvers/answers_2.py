@@ -13,6 +13,7 @@ def at_the_peak(highest, alive):
 
 check("0.1", at_the_peak)
 
+
 # %% 0.2
 # Exercise 0.2 · write · * · 6 min
 def lowest(comparison):
@@ -28,6 +29,7 @@ order = "d c b a"  # four letters
 
 check("0.3", order)
 
+
 # %% 0.4
 # Exercise 0.4 · write · ** · 7 min
 def choose(trace):
@@ -38,6 +40,7 @@ def choose(trace):
 
 
 check("0.4", choose)
+
 
 # %% 1.1
 # Exercise 1.1 · fill · * · 5 min
@@ -53,6 +56,7 @@ check("1.1", static_bytes)
 order = "b c a d"  # four letters, such as "a b c d"
 check("1.2", order)
 
+
 # %% 1.3
 # Exercise 1.3 · fill · * · 5 min
 def grow(batch, depth, width, context):
@@ -62,6 +66,7 @@ def grow(batch, depth, width, context):
 
 
 check("1.3", grow)
+
 
 # %% 1.4
 # Exercise 1.4 · write · ** · 8 min
@@ -80,6 +85,7 @@ order = "e d f c g i a"
 
 check("2.1", order)
 
+
 # %% 2.2
 # Exercise 2.2 · fill · * · 3 min
 def storage_of(t):
@@ -89,6 +95,7 @@ def storage_of(t):
 
 
 check("2.2", storage_of)
+
 
 # %% 2.3
 # Exercise 2.3 · write · ** · 8 min
@@ -109,6 +116,7 @@ def saved_bytes(loss_fn, model, batch):
 
 check("2.3", saved_bytes)
 
+
 # %% 2.4
 # Exercise 2.4 · fill · ** · 5 min
 class LeakyReLU:
@@ -123,6 +131,7 @@ class LeakyReLU:
 
 
 check("2.4", LeakyReLU)
+
 
 # %% 3.1
 # Exercise 3.1 · fill · * · 4 min
@@ -147,6 +156,7 @@ order = "b d f c a g e h"
 
 check("3.2", order)
 
+
 # %% 3.3
 # Exercise 3.3 · write · *** · 8 min
 class Checkpointed(torch.autograd.Function):
@@ -168,6 +178,7 @@ class Checkpointed(torch.autograd.Function):
 
 check("3.3", Checkpointed)
 
+
 # %% 3.4
 # Exercise 3.4 · write · ** · 6 min
 def run_again(block, x, rng_state):
@@ -178,6 +189,7 @@ def run_again(block, x, rng_state):
 
 
 check("3.4", run_again)
+
 
 # %% 3.5
 # Exercise 3.5 · write · ** · 6 min

@@ -13,6 +13,7 @@ def at_the_peak(highest, alive):
 
 check("0.1", at_the_peak)
 
+
 # %% 0.2
 # Exercise 0.2 · write · * · 6 min
 def lowest(comparison):
@@ -29,6 +30,7 @@ order = "c b a d"  # four letters
 
 check("0.3", order)
 
+
 # %% 0.4
 # Exercise 0.4 · write · ** · 7 min
 def choose(trace):
@@ -39,6 +41,7 @@ def choose(trace):
 
 
 check("0.4", choose)
+
 
 # %% 1.1
 # Exercise 1.1 · fill · * · 5 min
@@ -54,6 +57,7 @@ check("1.1", static_bytes)
 order = "c a d b"  # four letters, such as "a b c d"
 check("1.2", order)
 
+
 # %% 1.3
 # Exercise 1.3 · fill · * · 5 min
 def grow(batch, depth, width, context):
@@ -63,6 +67,7 @@ def grow(batch, depth, width, context):
 
 
 check("1.3", grow)
+
 
 # %% 1.4
 # Exercise 1.4 · write · ** · 8 min
@@ -83,6 +88,7 @@ order = "e f d c g a i"
 
 check("2.1", order)
 
+
 # %% 2.2
 # Exercise 2.2 · fill · * · 3 min
 def storage_of(t):
@@ -92,6 +98,7 @@ def storage_of(t):
 
 
 check("2.2", storage_of)
+
 
 # %% 2.3
 # Exercise 2.3 · write · ** · 8 min
@@ -107,6 +114,7 @@ def saved_bytes(loss_fn, model, batch):
 
 check("2.3", saved_bytes)
 
+
 # %% 2.4
 # Exercise 2.4 · fill · ** · 5 min
 class LeakyReLU:
@@ -121,6 +129,7 @@ class LeakyReLU:
 
 
 check("2.4", LeakyReLU)
+
 
 # %% 3.1
 # Exercise 3.1 · fill · * · 4 min
@@ -145,6 +154,7 @@ order = "b d f c a g e h"
 
 check("3.2", order)
 
+
 # %% 3.3
 # Exercise 3.3 · write · *** · 8 min
 class Checkpointed(torch.autograd.Function):
@@ -166,6 +176,7 @@ class Checkpointed(torch.autograd.Function):
 
 check("3.3", Checkpointed)
 
+
 # %% 3.4
 # Exercise 3.4 · write · ** · 6 min
 def run_again(block, x, rng_state):
@@ -176,6 +187,7 @@ def run_again(block, x, rng_state):
 
 
 check("3.4", run_again)
+
 
 # %% 3.5
 # Exercise 3.5 · write · ** · 6 min

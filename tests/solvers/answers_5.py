@@ -14,6 +14,7 @@ def at_the_peak(highest, alive):
 
 check("0.1", at_the_peak)
 
+
 # %% 0.2
 # Slip: "not proven" (None) counts as good enough, only False is thrown out.
 # Exercise 0.2 · write · * · 6 min
@@ -31,6 +32,7 @@ order = "c d b a"  # four letters
 
 check("0.3", order)
 
+
 # %% 0.4
 # Slip: "optimizer in backward" is taken to act on the optimizer's state, too.
 # Exercise 0.4 · write · ** · 7 min
@@ -43,6 +45,7 @@ def choose(trace):
 
 
 check("0.4", choose)
+
 
 # %% 1.1
 # Slip: plain SGD "keeps none", so only the parameter is left; the gradient is in AdamW's 16 alone.
@@ -60,6 +63,7 @@ check("1.1", static_bytes)
 order = "c a b d"  # four letters, such as "a b c d"
 check("1.2", order)
 
+
 # %% 1.3
 # Slip: "four times as many when the width is doubled" becomes 2 x width instead of width squared.
 # Exercise 1.3 · fill · * · 5 min
@@ -70,6 +74,7 @@ def grow(batch, depth, width, context):
 
 
 check("1.3", grow)
+
 
 # %% 1.4
 # Slip: the worked example copied (divide, round up); what is there at any batch size is forgotten.
@@ -91,6 +96,7 @@ order = "e d f c b a i"
 
 check("2.1", order)
 
+
 # %% 2.2
 # Slip: the address of the tensor's first element, not of its storage.
 # Exercise 2.2 · fill · * · 3 min
@@ -101,6 +107,7 @@ def storage_of(t):
 
 
 check("2.2", storage_of)
+
 
 # %% 2.3
 # Slip: section 3's own pack and ledger are used, and the ledger is not cleared at the end: all stays alive.
@@ -117,6 +124,7 @@ def saved_bytes(loss_fn, model, batch):
 
 check("2.3", saved_bytes)
 
+
 # %% 2.4
 # Slip: the mask is turned into floats to calculate with it, and has four bytes an element again.
 # Exercise 2.4 · fill · ** · 5 min
@@ -132,6 +140,7 @@ class LeakyReLU:
 
 
 check("2.4", LeakyReLU)
+
 
 # %% 3.1
 # Slip: the second line copies the formula, and computes the first tanh once more.
@@ -158,6 +167,7 @@ order = "b d f c e a g h"
 
 check("3.2", order)
 
+
 # %% 3.3
 # Slip: one gradient for two arguments: `block` has none, and its None is forgotten.
 # Exercise 3.3 · write · *** · 8 min
@@ -180,6 +190,7 @@ class Checkpointed(torch.autograd.Function):
 
 check("3.3", Checkpointed)
 
+
 # %% 3.4
 # Slip: the block's own buffers are handed over, not copies, so that the second run updates them all the same.
 # Exercise 3.4 · write · ** · 6 min
@@ -191,6 +202,7 @@ def run_again(block, x, rng_state):
 
 
 check("3.4", run_again)
+
 
 # %% 3.5
 # Slip: all kept inputs plus the largest region: later inputs are never let go of, inputs within a region not counted.

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from .clock import line_of
-from .errors import MemlabError
+from ..clock import line_of
+from ..errors import MemlabError
 
 # -- the line that asks ------------------------------------------------------------------------------------------------
 

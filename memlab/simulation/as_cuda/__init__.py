@@ -24,8 +24,8 @@ import torch
 from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...patch import replaced
 from ..fake import FakeMode
-from ..patch import replaced
 from . import autocast, composites, results
 from .device import present
 from .redirect import redirected

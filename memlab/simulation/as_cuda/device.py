@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optimizers
 
+from ...patch import replaced
 from ..faking import here
-from ..patch import replaced
 from ..unknown import Unknown, is_packaged
 
 _NOTHING_TO_DO = (

@@ -39,10 +39,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .errors import MemlabError
+from ..errors import MemlabError
+from ..patch import replaced
+from ..state import snapshot
 from .fake import MOST_KNOWN, FakeMode, is_known
-from .patch import replaced
-from .state import snapshot
 from .unknown import Unknown, needs_data, truth_that_goes_on, where
 
 _log = logging.getLogger(fake_tensor.__name__)

@@ -26,12 +26,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..copies import Recast
+from ..errors import MemlabError
+from ..step import TrainingStep
+from ..walk import walk
 from . import as_computed
-from .copies import Recast
-from .errors import MemlabError
-from .step import TrainingStep
 from .unknown import needs_data, truth_that_goes_on, where
-from .walk import walk
 
 MOST_KNOWN = 2**16  # elements of the largest tensor whose values are computed beside
 aten = torch.ops.aten
