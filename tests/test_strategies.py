@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import memlab
 from memlab.errors import MemlabError
 from memlab.step import TrainingStep
 from memlab.strategies import (
@@ -1069,3 +1070,17 @@ def test_inference_mode_and_tensors_are_refused_first():
     for strategy in (Baseline(), LowPrecision("bf16"), MicroBatch(count=2)):
         with pytest.raises(MemlabError, match="inference tensors"), strategy.applied(bad):
             pass
+
+
+def test_low_precision_of_a_parameter_that_is_one_number():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return self.linear(x) * self.scale.exp()
+
+    step = memlab.TrainingStep(Scaled(), torch.randn(4, 8), lambda m, x: m(x).float().mean(), torch.optim.AdamW)
+    state = memlab.measure(step, memlab.LowPrecision("bf16"), allocator=False).by_category("optimizer")
+    assert state["optimizer state"] == 2 * 2 * 73 + 3 * 4  # two moments in bf16, three counts in fp32

@@ -76,7 +76,8 @@ class LowPrecision(Strategy):
         if isinstance(step.loss_fn, nn.Module):
             tensors += [*step.loss_fn.parameters(), *step.loss_fn.buffers()]
         tensors += [tensor for tensor in nest.tensors(step.batch) if tensor.is_floating_point()]
-        with _own_state(step.optimizer), _lowered(tensors, _state_tensors(step.optimizer), DTYPES[self.dtype]):
+        state = _state(step.optimizer)
+        with _own_state(step.optimizer), _lowered(tensors, state, DTYPES[self.dtype]):
             for module in step.model.modules():
                 if isinstance(module, nn.RNNBase):
                     module.flatten_parameters()
@@ -103,15 +104,16 @@ def _check_support(dtype: str, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _lowered(tensors: list[torch.Tensor], state: list[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Each tensor holds a copy of its values, floating ones in `dtype`, while this is open. Tensors that are the same
-    view of one storage stay so. Originals on a device wait in host memory, or they would be measured too."""
-    distinct = {id(tensor): tensor for tensor in (*tensors, *state)}.values()
+def _lowered(tensors: list[torch.Tensor], state: list[tuple[torch.Tensor, bool]], dtype: torch.dtype) -> Iterator[None]:
+    """Each tensor holds a copy of its values, floating ones in `dtype`, counters as they are, while this is open.
+    Tensors that are the same view of one storage stay so. Originals on a device wait in host memory, or they would be
+    measured too."""
+    distinct = {id(tensor): tensor for tensor in (*tensors, *(tensor for tensor, _ in state))}.values()
     views = {id(tensor): view_of(tensor) for tensor in distinct}
     homes = {views[id(tensor)]: tensor.device for tensor in distinct}
     originals: dict[Hashable, torch.Tensor] = {}
     copies: dict[Hashable, torch.Tensor] = {}
-    counters = {id(tensor) for tensor in state if not tensor.dim()}
+    counters = {id(tensor) for tensor, counts in state if counts}
     try:
         for tensor in distinct:
             view = views[id(tensor)]
@@ -129,9 +131,14 @@ def _lowered(tensors: list[torch.Tensor], state: list[torch.Tensor], dtype: torc
                 tensor.data = restored[view]
 
 
-def _state_tensors(optimizer: Optimizer | None) -> list[torch.Tensor]:
-    values = [] if optimizer is None else [value for own in optimizer.state.values() for value in own.values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]
+def _state(optimizer: Optimizer | None) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors of an optimizer's state, and whether each counts steps: one number for a parameter of many."""
+    return [
+        (value, name == "step" or (not value.dim() and bool(parameter.dim())))
+        for parameter, own in ({} if optimizer is None else optimizer.state).items()
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 @contextlib.contextmanager
