@@ -221,7 +221,7 @@ def test_a_lesson_that_cannot_be_imported_says_what_is_missing(monkeypatch, tmp_
     [
         (3, 3.0),
         (0.1 + 0.2, 0.3),
-        ({"a", "b"}, frozenset("ab")),
+        pytest.param({"a", "b"}, frozenset("ab"), id="sets"),
         ([1, (2, 3)], (1, [2, 3])),
         ({"a": torch.ones(2)}, {"a": torch.ones(2, dtype=torch.float64)}),
         (torch.ones(2, requires_grad=True), torch.ones(2) + 1e-7),
@@ -242,7 +242,7 @@ def test_results_are_the_same_up_to_rounding_and_container(one, other):
         (40 * 2**20, 40 * 2**20 + 4),
         (1, True),
         (1, "1"),
-        ({1, 2}, [1, 2]),
+        pytest.param({1, 2}, [1, 2], id="a set and a list"),
         ([1, 2], [1, 2, 3]),
         ({"a": 1}, {"b": 1}),
         (torch.ones(2), torch.ones(2, 1)),
