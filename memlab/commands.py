@@ -52,6 +52,8 @@ def comparing(options: argparse.Namespace) -> None:
 
 def simulating(options: argparse.Namespace) -> None:
     """`simulate`: what each technique would do on a GPU that is not here: its memory, whether it fits, its time."""
+    if options.on and options.device == "cpu":
+        raise MemlabError("--on is for a GPU, and --device cpu simulates the memory of a CPU: leave one of them out")
     devices = [device_named(name) for name in options.on or (["A100"] if options.device == "cuda" else [])]
     budgets = [] if options.budget is None else [parse_bytes(options.budget)]
     comparison = _compared(options, True, options.device)
@@ -61,6 +63,7 @@ def simulating(options: argparse.Namespace) -> None:
             print(f"{row.label} could not run: {row.error}")
     if devices:
         print(ESTIMATE)
+    if any(row.trace and "tight" in _verdicts(row.trace, budgets, devices) for row in comparison.rows):
         print(f"Tight: above {percent(_ROOM, 1)} of the memory, and the CUDA context needs some too.")
     plain = comparison.rows[0]
     assert plain.trace is not None  # or it would have raised
@@ -158,18 +161,22 @@ def _simulation_table(comparison: Comparison, budgets: Sequence[int], devices: S
         if trace is None:
             return [row.label, *["–"] * (len(heads) - 1)]
         found = [row.label, f"{trace.peak_bytes / size:.2f}", f"{trace.saved_bytes / size:.2f}", trace.peak.phase]
-        found += ["fits" if trace.peak_bytes <= budget else "does not fit" for budget in budgets]
+        found += [_fits(trace, budget) for budget in budgets]
         for device in devices:
-            found += [_fits(trace, device), f"at least {format_seconds(trace.estimate_seconds(device))}"]
+            found += [_fits(trace, device.memory), f"at least {format_seconds(trace.estimate_seconds(device))}"]
         return found
 
     return _aligned([heads, *(cells(row) for row in comparison.rows)])
 
 
-def _fits(trace: Trace, device: Device) -> str:
-    if trace.peak_bytes > device.memory:
+def _verdicts(trace: Trace, budgets: Sequence[int], devices: Sequence[Device]) -> list[str]:
+    return [_fits(trace, memory) for memory in (*budgets, *(device.memory for device in devices))]
+
+
+def _fits(trace: Trace, memory: int) -> str:
+    if trace.peak_bytes > memory:
         return "does not fit"
-    return "fits" if trace.peak_bytes <= _ROOM * device.memory else "tight"
+    return "fits" if trace.peak_bytes <= _ROOM * memory else "tight"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from .errors import MemlabError
 from .held import Held, held
 from .trace import CATEGORIES, SavedTensor, Trace
 
@@ -94,6 +95,8 @@ class Difference:
 
 def contrast(first: Trace, second: Trace) -> Difference:
     """What `second` changes against `first`."""
+    if not isinstance(second, Trace):
+        raise MemlabError(f"diff() takes a Trace, not {type(second).__name__}: trace.diff(memlab.measure(step, other))")
     old, new = (tuple(item for item in held(trace) if item.counted) for trace in (first, second))
     both, only_first, only_second = _matched(old, new, _same)
     return Difference(first, second, only_first, only_second, both)

@@ -70,6 +70,7 @@ def lab(tmp_path_factory):
     own = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")}
     own |= {"JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces")}
     own |= {"IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": str(ROOT), "JUPYTER_TOKEN": token}
+    own |= {"OMP_WAIT_POLICY": "passive"}  # threads that wait take no core from the browser
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
     command += [f"--ServerApp.root_dir={home}", "--ServerApp.port_retries=0"]
     with (home / "lab.log").open("w") as log:
@@ -329,3 +330,4 @@ def test_a_lesson_runs_from_top_to_bottom(opened, lesson):
     cells = page.locator(".jp-Notebook .jp-Cell")
     height = sum(box["height"] for cell in cells.all() if (box := cell.bounding_box()))
     page.set_viewport_size({"width": 1400, "height": min(int(height) + 300, 15_000)})  # for the picture of the whole
+    cells.first.scroll_into_view_if_needed()

@@ -1,6 +1,7 @@
 """Lesson 00's exercises: what is right, and what is said to each wrong answer that is usual."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ pytest.importorskip("nbformat", reason="the lesson is read with nbformat")
 import nbformat
 
 import memlab
+from memlab import zoo
 from memlab.course import check, quiz
 from memlab.course.lessons import lesson_00
+from memlab.units import MiB
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 NUMBERS = [exercise.number for exercise in lesson_00.EXERCISES]
@@ -208,3 +211,25 @@ def test_hints_on_choosing(answer, hint):
 @pytest.mark.parametrize(("letters", "right"), [("a a a", 0), ("b b b", 2), ("c c c", 1)])
 def test_the_quiz_counts_what_is_right(letters, right):
     assert quiz(0, letters).right == right
+
+
+def test_the_guesses_at_the_explorer_are_answered_with_what_it_shows():
+    checkpoint, adamw = memlab.Checkpoint(), partial(torch.optim.AdamW, foreach=True)
+
+    def peak(technique, batch=8):
+        step = zoo.gpt_step(batch=batch, depth=6, optimizer=adamw)
+        return memlab.simulate(step, technique, device="cpu").tensor_peak_bytes
+
+    def left(batch):
+        return 100 * peak(checkpoint, batch) / peak(memlab.Baseline(), batch)
+
+    text = "\n".join(cell.source for cell in nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4).cells)
+    assert f"from {left(8):.0f} % to {left(32):.0f} %" in text
+    seconds = (
+        ("micro-batches", memlab.MicroBatch(count=4)),
+        ("bf16 autocast", memlab.MixedPrecision("bf16")),
+        ("the optimizer in backward", memlab.OptimizerInBackward()),
+        ("pure bf16", memlab.LowPrecision("bf16")),
+    )
+    for name, second in seconds:
+        assert f"{peak(checkpoint + second) / MiB:.1f} MiB with {name}" in text

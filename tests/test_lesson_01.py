@@ -227,7 +227,7 @@ def full(numbers, kept):
         (crossing(lambda numbers, kept: 8 * numbers * (2 + kept)), "% of the static part"),
         (crossing(lambda numbers, kept: 4 * numbers * (3 + kept)), "% of the static part"),
         (crossing(lambda numbers, kept: 4 * numbers * kept), "one sample at least"),
-        (lambda numbers, kept, saved: full(numbers, kept) // (saved(2) - saved(1)) + 1, "% of the static part"),
+        (lambda numbers, kept, saved: full(numbers, kept) // (saved(2) - saved(1)), "at any batch size"),
         (lambda numbers, kept, saved: 7, "% of the static part"),
     ],
     ids=range(7),

@@ -273,7 +273,7 @@ def test_memory_that_is_nearly_full_is_called_tight():
     for share, verdict in ((0.89, "fits"), (0.91, "tight"), (1.0, "tight"), (1.01, "does not fit")):
         nbytes = int(share * device.memory)
         one = memlab.Allocation(nbytes, "parameters", memlab.trace.Place(), 0, None, -1)
-        assert _fits(memlab.Trace((one,), (), ()), device) == verdict
+        assert _fits(memlab.Trace((one,), (), ()), device.memory) == verdict
 
 
 def test_on_a_cpu_there_is_no_estimate_unless_asked_for(cli):
@@ -465,3 +465,15 @@ def test_importing_costs_little_and_torch_alone():
     assert imported & {"pandas", "matplotlib", "IPython", "ipywidgets", "tqdm", "sklearn", "numpy"} <= set()
     assert imported - {"memlab", "torch"} <= set(sys.stdlib_module_names)
     assert seconds < 0.5
+
+
+def test_a_budget_that_is_nearly_taken_is_tight(capsys):
+    assert main(["simulate", "mlp", "--strategy", "baseline", "--budget", "9.5MiB"]) == 0
+    said = capsys.readouterr().out
+    assert "tight" in said
+    assert "Tight: above 90 %" in said
+
+
+def test_a_cpu_is_held_against_no_gpu(capsys):
+    assert main(["simulate", "mlp", "--device", "cpu", "--on", "T4"]) == 1
+    assert "--on is for a GPU" in capsys.readouterr().err

@@ -6,9 +6,11 @@ import ipywidgets
 import matplotlib.colors
 import numpy as np
 import pytest
+import torch
 from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.patches import Rectangle
 from test_views_plots import assert_readable, texts
+from torch import nn
 
 import memlab
 from memlab import MemlabError, zoo
@@ -299,3 +301,24 @@ def test_a_page_without_a_kernel_has_picture_and_text():
     assert shown["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.box.model_id
     assert shown["image/png"].startswith(b"\x89PNG")
     assert shown["text/plain"] == panel.text == about["image/png"]["alt"]
+
+
+def test_a_model_that_is_to_be_built_never_is():
+    step = memlab.TrainingStep(
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(2**15, 2**15), nn.Tanh()) for _ in range(4)]),
+        lambda: torch.randn(2**15, 2**15),
+        lambda model, x: model(x).sum(),
+        torch.optim.SGD,
+    )
+    panel = memlab.explore_checkpointing(step)
+    assert not step.is_built
+    assert len(panel.toggles) == 4
+    assert "GiB" in panel.text
+
+
+def test_blocks_that_are_not_there():
+    panel = memlab.explore_checkpointing(blocks=4)
+    with pytest.raises(memlab.MemlabError, match="there is no block 9: this chain has 0 to 3"):
+        panel.place([0, 9])
+    with pytest.raises(memlab.MemlabError, match="blocks is 1: a chain has two blocks or more"):
+        memlab.explore_checkpointing(blocks=1)

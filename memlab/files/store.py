@@ -82,7 +82,8 @@ def export(trace: Trace, path: str | Path) -> Path:
     if form is None:
         raise MemlabError(
             f"no tool is known for {path.name!r}. The suffix decides: {', '.join(_EXPORTS)}. "
-            "For a file that memlab.load reads back, all of it, there is Trace.save(path)."
+            "For a file that memlab.load reads back, all of it, there is Trace.save(path); for a page Trace.to_html(), "
+            "for a picture Trace.plot().savefig(path)."
         )
     try:
         content = form(trace)
@@ -159,7 +160,10 @@ def _content(path: Path) -> tuple[bytes, int]:
         if first.startswith(BEGINNING):
             return file.read(LONGEST + 1), LONGEST
         if first != b"\x1f\x8b":
-            raise WrongError("it is neither compressed as a saved trace nor a pickle as a memory snapshot")
+            raise WrongError(
+                "it is neither compressed as a saved trace nor a pickle as a memory snapshot (what Trace.export writes "
+                "for Perfetto cannot be read back)"
+            )
         with gzip.open(file) as packed:
             return packed.read(_LONGEST + 1), _LONGEST
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..chain import Chain, Placement, pareto, schedule, weigh
 from ..errors import MemlabError
+from ..simulate import simulated, simulation
 from ..step import TrainingStep
 from ..strategies import regions
 from ..views.schedule import instant_sentences, placement_sentences, plot_schedule
@@ -30,8 +31,13 @@ def explore_checkpointing(
     of: TrainingStep | Chain | None = None, blocks: int = 8, modules: str | Sequence[str] = regions.AUTO
 ) -> CheckpointExplorer:
     """The explorer of a step's blocks (those that `modules` names, as for `Checkpoint`), of a `Chain`, or with neither
-    of a small GPT of so many `blocks`. Shown as the value of a cell."""
+    of a small GPT of so many `blocks`. Shown as the value of a cell.
+
+    A step whose model is still to be built is simulated for a GPU, so that the model never exists; any other is
+    measured. Raises MemlabError where there are no blocks that run one after the other."""
     if of is None:
+        if blocks < 2:
+            raise MemlabError(f"blocks is {blocks}: a chain has two blocks or more")
         from ..zoo import gpt_step
 
         of = gpt_step(batch=8, context=64, width=64, depth=blocks)
@@ -40,7 +46,14 @@ def explore_checkpointing(
             f"explore_checkpointing() takes a TrainingStep or a Chain, not {type(of).__name__}: "
             "memlab.TrainingStep(model, batch, loss_fn)"
         )
-    return CheckpointExplorer(of if isinstance(of, Chain) else Chain.of(of, modules))
+    return CheckpointExplorer(of if isinstance(of, Chain) else _chain(of, modules))
+
+
+def _chain(step: TrainingStep, modules: str | Sequence[str]) -> Chain:
+    if step.is_built:
+        return Chain.of(step, modules)
+    with simulation(step, "cuda") as (stage, mode):
+        return Chain.of(stage.step, modules, run=lambda strategy: simulated(stage, mode, strategy, "cuda"))
 
 
 class CheckpointExplorer(Panel):
@@ -89,6 +102,8 @@ class CheckpointExplorer(Panel):
     def place(self, blocks: Iterable[int]) -> None:
         """Checkpoint these blocks and no others."""
         chosen = set(blocks)
+        if wrong := chosen - set(range(len(self.chain.blocks))):
+            raise MemlabError(f"there is no block {min(wrong)}: this chain has 0 to {len(self.chain.blocks) - 1}")
         with self.hold():
             for number, toggle in enumerate(self.toggles):
                 toggle.value = number in chosen

@@ -7,6 +7,7 @@ Both take a `Chain`, a placement and the number of an instant in its schedule; t
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,7 @@ def plot_schedule(
         raise MemlabError(f"instant {instant}: this schedule has 0 to {len(instants) - 1}")
     picture = Picture(figsize=figsize, dpi=100)
     picture.summary = schedule_summary(chain, found)
-    picture.text(0.012, 0.975, picture.summary, fontsize=10.5, va="top", parse_math=False)
+    picture.text(0.012, 0.985, textwrap.fill(picture.summary, 104), fontsize=10.5, va="top", parse_math=False)
     _draw_chain(picture.add_axes((0.012, 0.6, 0.976, 0.32)), chain, found, instants[instant])
     axes = picture.add_axes((0.072, 0.105, 0.62, 0.435))
     _draw_memory(axes, chain, instants, instant, (front or pareto(chain))[-1].peak_bytes)
