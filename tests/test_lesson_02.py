@@ -270,12 +270,12 @@ def test_a_byte_an_element_is_enough(keep, backward):
         (
             lambda x, y: (x > 0).float(),
             lambda dy, k: sloped(dy, k > 0),
-            "The gradient is right, and 4 bytes an element",
+            "The gradient is right, and what is kept has two values",
         ),
         (
             lambda x, y: torch.where(x > 0, 1, 0.1),
             lambda dy, k: dy * k,
-            "The gradient is right, and 4 bytes an element",
+            "The gradient is right, and what is kept has two values",
         ),
         (lambda x, y: (x > 0, y), lambda dy, k: sloped(dy, k[0]), "The gradient is right, and 5 bytes an element"),
         (lambda x, y: x > 0, lambda dy, k: dy, "The gradient is not PyTorch's"),

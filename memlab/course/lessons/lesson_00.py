@@ -560,7 +560,10 @@ QUIZ = (
                 "Parameters and optimizer state stay where they are, and another moment may become the highest.",
                 right=True,
             ),
-            Option("Nothing.", "That happens where the peak is in another phase. Elsewhere some of the saving shows."),
+            Option(
+                "Nothing: the peak is elsewhere.",
+                "That happens where the peak is in another phase. Elsewhere some of the saving shows.",
+            ),
         ),
     ),
     Question(
@@ -582,7 +585,10 @@ QUIZ = (
     Question(
         'A row says "not proven" under *same model*. What does that mean?',
         (
-            Option("It trains another model.", 'Then the row would say "no".'),
+            Option(
+                "It trains another model: its gradients differ from the plain step's in float64.",
+                'Then the row would say "no".',
+            ),
             Option(
                 "The proof, in float64, cannot show what the technique does.",
                 "So it is with pure bf16, whose rounding float64 does not have: `gradient_error` has it.",
