@@ -12,7 +12,6 @@ import dis
 import functools
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -26,12 +25,11 @@ from ..errors import MemlabError
 
 Places = Iterable[tuple[CodeType, int]]
 
-_PATHS = sysconfig.get_paths()
-_PACKAGES = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
-_PYTHONS = (_PATHS["stdlib"] + os.sep, "<frozen")
-_MEMLAB = os.path.dirname(__file__) + os.sep
-_ENTRIES = (_MEMLAB + "strategies" + os.sep, _MEMLAB + "step.py", _MEMLAB + "measure.py")  # they call the user's code
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGES = os.path.dirname(os.path.dirname(_TORCH)) + os.sep  # installed beside it
+_PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+_MEMLAB = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ENTRIES = (_MEMLAB + "strategies" + os.sep, _MEMLAB + "step.py", _MEMLAB + "measure.py")  # they call the user's code
 _BETWEEN = (
     _MEMLAB,
     *(_TORCH + name for name in ("_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")),
@@ -63,7 +61,7 @@ def _frames() -> Iterator[tuple[CodeType, int]]:
 
 def is_packaged(frame: FrameType) -> bool:
     """Whether it runs code of an installed package, or of Python's own."""
-    return frame.f_code.co_filename.startswith((*_PACKAGES, *_PYTHONS, _TORCH, _MEMLAB))
+    return frame.f_code.co_filename.startswith((_PACKAGES, *_PYTHONS, _TORCH, _MEMLAB))
 
 
 def needs_data(what: str, line: str | None = None) -> MemlabError:
