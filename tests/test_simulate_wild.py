@@ -428,6 +428,7 @@ def test_interrupted_in_backward(device: Any, kind: type[BaseException]) -> None
         return (
             torch.get_default_dtype(),
             torch.is_autocast_enabled("cpu"),
+            (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
             list(warnings.filters),
             torch._C._len_torch_function_stack(),
             torch.autograd._engine_run_backward,  # type: ignore[attr-defined]

@@ -249,14 +249,25 @@ def here(owner: Any, values: Mapping[str, Callable[..., Any]]) -> contextlib.Abs
     return replaced(owner, {name: choosing(values[name], getattr(owner, name)) for name in names})
 
 
+def _autocast_nesting() -> int:
+    """How many autocast blocks are open."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 @contextlib.contextmanager
 def _switches() -> Iterator[None]:
     """What a program may leave switched, an interrupted one above all."""
     default, autocast = torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
     autocast_type, grad = torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()
+    nesting = _autocast_nesting()
     try:
         yield
     finally:
+        while _autocast_nesting() > nesting:  # else the weights that it has cast are never let go of
+            torch.autocast_decrement_nesting()
+        if not nesting:
+            torch.clear_autocast_cache()
         torch.set_default_dtype(default)
         torch.set_autocast_enabled("cpu", autocast)
         torch.set_autocast_dtype("cpu", autocast_type)
