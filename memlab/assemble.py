@@ -28,6 +28,7 @@ from .lives import Lives, by_log, joined
 from .trace import PHASES, Allocation, Growth, Operator, Place, SavedTensor, Trace
 from .tracker import Storage, Tracker
 
+UNLISTENED = "workspace inside operators: record with allocator=True to see it"
 _NUMBER = 16  # bytes: `x / 2` wraps the 2 as a tensor in C++, which no operator makes; a loss scaler counts in such
 
 _place = functools.lru_cache(maxsize=4096)(Place)  # many operators run in one place, and one object serves them all
@@ -231,7 +232,7 @@ def _saved_tensors(recorded: Recorded, roles: list[str], places: list[Place]) ->
 
 def _absent(recorded: Recorded) -> Iterator[str]:
     if recorded.events is None:
-        yield "workspace inside operators: record with allocator=True to see it"
+        yield UNLISTENED
     if not recorded.clock.step_ends:
         yield "optimizer state beyond what was there: no optimizer step ran here"
     if not recorded.clock.backward_ends:

@@ -29,6 +29,8 @@ from .trace import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
+Tell = Callable[[str], None]  # of a bar: what begins now
+
 
 @dataclass(frozen=True)
 class Row:
@@ -154,7 +156,7 @@ def compare(
         tell("plain step")
         prover = Prover(stage)
         with prover.ready():
-            rows = [_row(stage, prover, label, strategy, tell) for label, strategy in labelled]
+            rows = [_row(stage, *item, lambda row: _measured_row(stage, prover, row, tell)) for item in labelled]
         ratios = _time_ratios(stage, {row.label: row.strategy for row in rows if row.error is None}, repeats, tell)
     return Comparison(tuple(replace(row, time_ratio=ratios.get(row.label)) for row in rows))
 
@@ -165,7 +167,7 @@ def _simulated(
     with simulation(step, device) as (stage, mode):
         labelled = _labelled(stage.step, strategies)
         with progress(len(labelled)) as tell:
-            rows = [_simulated_row(stage, mode, label, strategy, device, tell) for label, strategy in labelled]
+            rows = [_row(stage, *item, lambda row: _simulated_row(stage, mode, row, device, tell)) for item in labelled]
     plain = rows[0].trace
     assert plain is not None
     return Comparison(
@@ -176,18 +178,9 @@ def _simulated(
     )
 
 
-def _simulated_row(
-    stage: Stage, mode: FakeMode, label: str, strategy: Strategy, device: Device, tell: Callable[[str], None]
-) -> Row:
-    tell(label)
-    row = Row(strategy, label)
-    try:
-        made = simulated_trace(stage, mode, strategy, device)
-    except Exception as error:
-        if strategy == Baseline():
-            raise
-        stage.release_graphs()
-        return replace(row, error=reason(error, stage.step, strategy))
+def _simulated_row(stage: Stage, mode: FakeMode, row: Row, device: Device, tell: Tell) -> Row:
+    tell(row.label)
+    made = simulated_trace(stage, mode, row.strategy, device)
     return replace(row, trace=made, notes=made.notes)
 
 
@@ -215,18 +208,23 @@ def _labelled(
     return list(labelled.items())
 
 
-def _row(stage: Stage, prover: Prover, label: str, strategy: Strategy, tell: Any) -> Row:
+def _row(stage: Stage, label: str, strategy: Strategy, filled: Callable[[Row], Row]) -> Row:
+    """The strategy's row, filled, or with the reason why it cannot run."""
     row = Row(strategy, label)
     try:
-        tell(f"{label}: bytes")
-        measured = trace(stage, strategy)
-        tell(f"{label}: proof")
-        verdict = prover.verdict(strategy)
+        return filled(row)
     except Exception as error:
         if strategy == Baseline():
             raise
         stage.release_graphs()
         return replace(row, error=reason(error, stage.step, strategy))
+
+
+def _measured_row(stage: Stage, prover: Prover, row: Row, tell: Tell) -> Row:
+    tell(f"{row.label}: bytes")
+    measured = trace(stage, row.strategy)
+    tell(f"{row.label}: proof")
+    verdict = prover.verdict(row.strategy)
     plain = prover.plain_flops()
     return replace(
         row,

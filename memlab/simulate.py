@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
 from . import limit
+from .assemble import UNLISTENED
 from .errors import MemlabError
 from .measure import Stage, checked, traced
 from .modes import unseen
@@ -97,15 +98,15 @@ def simulated(stage: Stage, mode: FakeMode, strategy: Strategy, device: Device, 
         made = traced(
             stage, strategy, lambda _: None, allocator=False, sources=sources, host="host" if on_gpu else "cpu"
         )
-    absent = [sentence for sentence in made.absent if not sentence.startswith("workspace")]
+    absent = [sentence for sentence in made.absent if sentence != UNLISTENED]  # nothing is allocated to listen to
     absent += not_emulated if on_gpu else ["workspace inside operators, which varies with the processor"]
-    made.provenance.update(device=device, simulated=True)
     made = dataclasses.replace(
         made,
         source="simulated",
         allocations=(*made.allocations, *_rounding(made)) if on_gpu else made.allocations,
         notes=(*made.notes, *mode.notes),
         absent=tuple(absent),
+        provenance={**made.provenance, "device": device, "simulated": True},
     )
     limit.refuse(made)
     return made

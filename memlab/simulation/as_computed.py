@@ -72,7 +72,7 @@ def _bags(original: Any, *args: Any, **kwargs: Any) -> Any:
     return out, torch.empty(bag.numel() + 1, dtype=bag.dtype)[:-1] if counted else bag, *rest
 
 
-def _those_that_are(table: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+def of_this_pytorch(table: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """By operator, those that this PyTorch has."""
     found = {}
     for name, function in table.items():
@@ -84,7 +84,7 @@ def _those_that_are(table: dict[str, Callable[..., Any]]) -> dict[Any, Callable[
 
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
-    **_those_that_are(
+    **of_this_pytorch(
         {
             "multi_margin_loss_backward": functools.partial(_like, 1),
             "multilabel_margin_loss_backward": functools.partial(_like, 1),

@@ -31,7 +31,7 @@ from ..errors import MemlabError
 from ..step import TrainingStep
 from ..walk import walk
 from . import as_computed
-from .unknown import needs_data, truth_that_goes_on, where
+from .unknown import decided, where
 
 MOST_KNOWN = 2**16  # elements of the largest tensor whose values are computed beside
 aten = torch.ops.aten
@@ -158,10 +158,7 @@ class FakeMode(FakeTensorMode):
         """Asked by PyTorch's own functions, which no function mode sees inside."""
         if is_known(tensor) or tensor.dtype is not torch.bool:
             return original(tensor)
-        goes_on = truth_that_goes_on()
-        if goes_on is None:
-            raise needs_data("decides by the value of a tensor")
-        return goes_on
+        return decided()
 
 
 _FILLED: dict[Any, Any] = {

@@ -23,7 +23,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ from ..errors import MemlabError
 from ..patch import replaced
 from ..state import snapshot
 from .fake import MOST_KNOWN, FakeMode, is_known
-from .unknown import Unknown, needs_data, truth_that_goes_on, where
+from .unknown import Unknown, decided, needs_data, refused, where
 
 _log = logging.getLogger(fake_tensor.__name__)
 _autograd: Any = torch.autograd
@@ -168,29 +168,15 @@ def _no_default_device() -> Iterator[None]:
 # -- what a program asks of a tensor without data (Rule 2) -------------------------------------------------------------
 
 
-def _refuse(what: str) -> Callable[..., NoReturn]:
-    def ask(*_: Any) -> NoReturn:
-        raise needs_data(what)
-
-    return ask
-
-
-def _bool(_: torch.Tensor) -> bool:
-    goes_on = truth_that_goes_on()
-    if goes_on is None:
-        raise needs_data("decides by the value of a tensor")
-    return goes_on
-
-
 _ASKS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.item: lambda _: Unknown(),
     torch.Tensor.__format__: lambda tensor, form: str(tensor) if tensor.dim() else str(Unknown()),
     torch.Tensor.__float__: lambda _: math.nan,  # Python makes a plain float of it
-    torch.Tensor.__bool__: _bool,
-    torch.Tensor.__int__: _refuse("takes the value of a tensor as a whole number"),
-    torch.Tensor.__index__: _refuse("takes the value of a tensor as a whole number"),
-    torch.Tensor.numpy: _refuse("reads the values of a tensor with .numpy()"),
-    torch.Tensor.__array__: _refuse("reads the values of a tensor as an array"),
+    torch.Tensor.__bool__: lambda _: decided(),
+    torch.Tensor.__int__: refused("takes the value of a tensor as a whole number"),
+    torch.Tensor.__index__: refused("takes the value of a tensor as a whole number"),
+    torch.Tensor.numpy: refused("reads the values of a tensor with .numpy()"),
+    torch.Tensor.__array__: refused("reads the values of a tensor as an array"),
 }
 
 

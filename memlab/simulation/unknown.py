@@ -72,15 +72,28 @@ def needs_data(what: str, line: str | None = None) -> MemlabError:
     )
 
 
+def refused(what: str) -> Callable[..., NoReturn]:
+    """An operation that cannot be done without data."""
+
+    def operation(*_: Any) -> NoReturn:
+        raise needs_data(what)
+
+    return operation
+
+
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def truth_that_goes_on() -> bool | None:
-    """The truth value with which the line that asks for one goes on, where with the other it only raises; else None."""
+def decided() -> bool:
+    """The truth value with which the line that asks for one goes on, where with the other it only raises; else an
+    error."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
-    return None if frame is None else _goes_on(frame.f_code, frame.f_lasti)
+    goes_on = None if frame is None else _goes_on(frame.f_code, frame.f_lasti)
+    if goes_on is None:
+        raise needs_data("decides by the value of a tensor")
+    return goes_on
 
 
 @functools.lru_cache(maxsize=256)
@@ -134,13 +147,6 @@ def _arithmetic(name: str) -> Callable[..., Any]:
     return operation
 
 
-def _refused(what: str) -> Callable[..., NoReturn]:
-    def operation(self: Unknown, *others: Any) -> NoReturn:
-        raise needs_data(what)
-
-    return operation
-
-
 def _compared() -> Callable[..., bool]:
     """By `max`, `min` and `sorted` either answer will do."""
 
@@ -162,6 +168,6 @@ for _name in ("neg", "pos", "abs", "round", *_BINARY, *(f"r{name}" for name in _
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Unknown, f"__{_name}__", _compared())
 for _name in ("int", "trunc", "index", "floor", "ceil"):
-    setattr(Unknown, f"__{_name}__", _refused("takes the value of a tensor as a whole number"))
-Unknown.__bool__ = _refused("decides by the value of a tensor")  # type: ignore[method-assign]
+    setattr(Unknown, f"__{_name}__", refused("takes the value of a tensor as a whole number"))
+Unknown.__bool__ = refused("decides by the value of a tensor")  # type: ignore[method-assign]
 Unknown.__hash__ = float.__hash__  # type: ignore[method-assign]

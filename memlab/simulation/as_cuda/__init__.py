@@ -77,8 +77,7 @@ def _registered() -> Iterator[None]:
 def _in_this_thread(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     if kernel is torch.library.fallthrough_kernel:
         return kernel
-    thread, packet, overload = threading.get_ident(), *f"{name}.".split(".")[:2]
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    thread, operator = threading.get_ident(), autocast.operator_named(name)
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:

@@ -47,7 +47,7 @@ def _registered(key: str) -> set[str]:
     return {name.removeprefix("aten::") for name in _C._dispatch_get_registrations_for_dispatch_key(key)}
 
 
-def _operator(name: str) -> Any:
+def operator_named(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -100,7 +100,7 @@ def _lower() -> torch.dtype:
 
 def _calling(name: str, dtype: Callable[[Iterable[Any]], torch.dtype]) -> _Kernel:
     """A kernel that casts all arguments to the type that `dtype` finds for them."""
-    call = _operator(name)
+    call = operator_named(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _C._ExcludeDispatchKeyGuard(_OFF):
@@ -138,7 +138,7 @@ def _widest(values: Iterable[Any], current: torch.dtype) -> torch.dtype:
 
 
 def _fp32_set_dtype(name: str) -> _Kernel:
-    call = _operator(name)
+    call = operator_named(name)
     place = [argument.name for argument in call._schema.arguments].index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -152,8 +152,8 @@ def _fp32_set_dtype(name: str) -> _Kernel:
 
 
 def _fp32_append_dtype(name: str) -> _Kernel:
-    call = _operator(FP32_APPEND_DTYPE[name])
-    optional = [a.default_value for a in _operator(name)._schema.arguments]  # the other overload has no defaults
+    call = operator_named(FP32_APPEND_DTYPE[name])
+    optional = [a.default_value for a in operator_named(name)._schema.arguments]  # the other overload has no defaults
 
     def kernel(*args: Any) -> Any:
         with _C._ExcludeDispatchKeyGuard(_OFF):

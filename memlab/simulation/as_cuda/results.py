@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-aten = torch.ops.aten
+from ..as_computed import of_this_pytorch
+
 _HALF = (torch.float16, torch.bfloat16)
 _Results = tuple[torch.Tensor, ...]
 
@@ -101,4 +102,4 @@ def overrides() -> dict[Any, Callable[..., Any]]:
         "_thnn_fused_gru_cell": gru_cell,
         "_thnn_fused_gru_cell_backward": gru_cell_backward,
     }
-    return {getattr(aten, name).default: result for name, result in by_name.items() if hasattr(aten, name)}
+    return of_this_pytorch(by_name)
