@@ -108,6 +108,8 @@ class Tracker(LightMode):
             if storage._cdata not in self._known:
                 if makes:
                     self._meet(storage, out, number)
+                elif kind == _SET:
+                    self.made_outside(out)
                 else:  # in place: it was there before
                     self.meet_outside(out)
         elif makes:
@@ -129,7 +131,7 @@ class Tracker(LightMode):
             if source is not None:
                 for storage in self.storages[before:]:
                     storage.cast_of = source.number
-        elif kind == _RESIZE:
+        elif kind in (_RESIZE, _SET):
             for tensor in written:
                 self._check_size(tensor, number)
         elif kind == _ADD:
@@ -243,7 +245,7 @@ def _obituary(
 
 # -- kinds of operators ------------------------------------------------------------------------------------------------
 
-_PLAIN, _VIEW, _CAST, _RESIZE, _LIBRARY, _ADD = range(6)
+_PLAIN, _VIEW, _CAST, _RESIZE, _SET, _LIBRARY, _ADD = range(7)
 _Writes = tuple[tuple[int, str], ...]  # position and name of each argument that an operator writes into
 
 
@@ -272,9 +274,11 @@ def _operator(func: Any) -> _Operator:
 def _kind(func: Any) -> int:
     if func is torch.ops.aten.add.Tensor:
         return _ADD
-    name = func.name().removeprefix("aten::").partition(".")[0]
+    name, _, overload = func.name().removeprefix("aten::").partition(".")
     if name in ("_to_copy", "to"):
         return _CAST
+    if name == "set_" and overload.startswith("source_Storage"):  # `copy.deepcopy`, `torch.load`: a storage just made
+        return _SET
     if name in ("resize_", "resize_as_", "set_", "_resize_output_") or any(a.is_out for a in func._schema.arguments):
         return _RESIZE
     if "mkldnn_rnn" in name or "cudnn" in name or "miopen" in name:

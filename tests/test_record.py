@@ -1,5 +1,7 @@
 """`record` around bare code: against formulas, the allocator, and each step recorded alone."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -287,6 +289,25 @@ def test_a_profiler_started_within_is_told_and_all_is_undone():
     with memlab.record(allocator=True) as trace:
         torch.ones(10)
     assert trace.peak_bytes == 40
+
+
+def _loaded(tensor, file):
+    torch.save(tensor, file)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("again", [lambda tensor, file: copy.deepcopy(tensor), _loaded], ids=["deepcopy", "load"])
+def test_what_is_copied_or_loaded_is_made_when_it_is(again, tmp_path):
+    def run():
+        tensor = torch.ones(1000)
+        for number in range(3):
+            tensor = again(tensor, tmp_path / f"{number}.pt") * 2
+
+    for allocator in (False, True):
+        with memlab.record(allocator=allocator) as trace:
+            run()
+        assert trace.tensor_peak_bytes == 3 * 4000  # the tensor, what was made of it, and the product
+        assert "other" not in trace.by_category("tensor_peak")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
