@@ -35,11 +35,12 @@ test-browser: $(READY) ## run the browser tests alone: explorers and lessons in 
 	$(BIN)/python -m pytest -m browser
 
 test-colab: $(COLAB)/.ready ## run the lessons with Colab's versions, in an environment of its own
-	$(COLAB)/bin/python notebooks/execute.py --check
+	$(COLAB)/bin/python notebooks/execute.py --check --jobs 2
 
-notebooks: $(READY) ## run the lessons in place, store what they print, and make the solved ones from them
+notebooks: $(READY) ## run the lessons in place, store what they print, and make from them what is made of them
 	$(BIN)/python notebooks/execute.py
 	$(BIN)/python notebooks/solve.py
+	$(BIN)/python notebooks/beliefs.py
 
 release-links: ## point every link at your fork: make release-links REPO=owner/name
 	$(PYTHON) notebooks/links.py $(REPO)

@@ -11,6 +11,7 @@ an error where none is expected stays as it was, and the exit status says so.
 import argparse
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -55,22 +56,31 @@ def store(notebook: nbformat.NotebookNode, path: Path) -> None:
     nbformat.write(notebook, path)
 
 
+def refresh(path: Path, check: bool) -> float:
+    """Run a notebook, and store it unless it is only checked; how many seconds that took."""
+    start = time.monotonic()
+    notebook = nbformat.read(path, as_version=4)
+    run(notebook, path.parent)
+    if not check:
+        store(notebook, path)
+    return time.monotonic() - start
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("notebooks", nargs="*", type=Path, default=sorted(HERE.glob(LESSONS)))
     options.add_argument("--check", action="store_true", help="store nothing")
+    options.add_argument("--jobs", type=int, default=1, help="how many run side by side (default: %(default)s)")
     chosen = options.parse_args()
-    for path in chosen.notebooks:
-        print(path, end=" ", flush=True)
-        start = time.monotonic()
-        notebook = nbformat.read(path, as_version=4)
-        try:
-            run(notebook, path.parent)
-        except CellExecutionError as error:
-            sys.exit(f"was left as it was:\n{error}")
-        if not chosen.check:
-            store(notebook, path)
-        print(f"runs, {time.monotonic() - start:.0f} s")
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        running = {path: pool.submit(refresh, path, chosen.check) for path in chosen.notebooks}
+        for path, result in running.items():
+            print(path, end=" ", flush=True)
+            try:
+                print(f"runs, {result.result():.0f} s")
+            except CellExecutionError as error:
+                pool.shutdown(cancel_futures=True)
+                sys.exit(f"was left as it was:\n{error}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import importlib
 import io
 import re
 
+import beliefs
 import links
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ ALSO_READ = [FOLDER / "README.md", FOLDER / "glossary.md", *sorted((FOLDER / "in
 every_page = pytest.mark.parametrize("page", ALSO_READ, ids=lambda path: path.stem)
 
 
-def test_the_lessons_are_numbered_one_by_one():
-    assert [lesson.number for lesson in LESSONS] == list(range(len(LESSONS)))
-    assert len(LESSONS) >= 4
+def test_the_lessons_begin_at_0_and_no_number_is_there_twice():
+    numbers = [lesson.number for lesson in LESSONS]
+    assert numbers[0] == 0
+    assert len(set(numbers)) == len(numbers) >= 4
 
 
 # -- for the learner ---------------------------------------------------------------------------------------------------
@@ -97,6 +99,13 @@ def test_its_last_prediction_stands_beside_its_first(lesson):
     closing = [place for place, cell in enumerate(lesson.code) if re.search(r"\bbeside\(", cell.source)]
     assert predicting[0] < predicting[-1] <= closing[-1]
     assert "your guess" in shown(lesson.code[closing[-1]])
+
+
+def test_every_belief_is_in_the_list_of_beliefs():
+    assert beliefs.PAGE.read_text("utf-8") == beliefs.page(), "run `make notebooks`"
+    assert beliefs.page().count("\n| ") - 2 * len(LESSONS) == sum(
+        lesson.text.count("**Often believed:**") for lesson in LESSONS
+    )
 
 
 @every_lesson
