@@ -100,6 +100,8 @@ def simulated(stage: Stage, mode: FakeMode, strategy: Strategy, device: Device, 
         )
     absent = [sentence for sentence in made.absent if sentence != UNLISTENED]  # nothing is allocated to listen to
     absent += not_emulated if on_gpu else ["workspace inside operators, which varies with the processor"]
+    if on_gpu and any(tensor.state == "offloaded" for tensor in made.saved):
+        absent.append("offloading: what `save_on_cpu` moves to the host's memory is counted as if it stayed on the GPU")
     made = dataclasses.replace(
         made,
         source="simulated",

@@ -421,3 +421,13 @@ def test_rounding_is_the_allocators() -> None:
     assert trace.peak_bytes >= trace.tensor_peak_bytes
     assert distinct_bytes([]) == 0
     assert any("context" in sentence for sentence in trace.absent)
+
+
+def test_what_is_offloaded_is_not_taken_off_a_gpu() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return model(batch).sum()
+
+    step = memlab.TrainingStep(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8), loss)
+    assert any("offloading" in sentence for sentence in memlab.simulate(step).absent)
+    assert not any("offloading" in sentence for sentence in memlab.simulate(step, device="cpu").absent)
