@@ -132,7 +132,8 @@ def test_other_weights_that_are_right(line):
         ("d e b a f h", "already stepped"),
         ("d j b f a h", "Mean of means"),
         ("h d e b g f a", "once a part or once a batch"),
-        ("h d j b i g", "once a part or once a batch"),
+        ("h d j b i g", "And look at the loss"),
+        ("d j b f a", "And look at the loss"),
     ],
 )
 def test_slips_in_the_order(order, words):
@@ -247,12 +248,13 @@ def test_shares_that_leave_empty_parts_out_are_right():
     [
         ([("largest / samples", "largest")], "Which did you try"),
         ([("return k", "return k + 1")], "and a smaller number fits"),
-        ([("return k", "return k - 1")], "does its peak fit?"),
+        ([("return k", "return k - 1")], "whose peak does not fit"),
         ([("return None", "return samples + 1")], "more micro-batches than there are samples"),
         ([("return None", "return samples")], "does it fit?"),
+        ([("static + gradients + act", "static + act")], "waits in `.grad`"),
         ([("static + gradients + act", "static + 2 * gradients + act")], "and a smaller number fits"),
         ([("return k", "return str(k)")], "something else than a number"),
-        ([("static + max(gradients, activations)", "static")], "does its peak fit?"),
+        ([("static + max(gradients, activations)", "static")], "the higher of its two moments"),
     ],
 )
 def test_slips_in_what_fits(replacements, words):
@@ -274,3 +276,13 @@ def test_what_fits_by_the_exercise_fits_when_it_is_measured():
     for k, peak in peaks.items():
         rest = plain.tensor_peak_bytes - static
         assert fewest(static, parts["parameters"], rest, 8, int(1.01 * peak)) == k
+
+
+def test_what_the_text_says_of_the_explorer():
+    def peak(batch, count):
+        return memlab.simulate(
+            zoo.gpt_step(batch=batch), memlab.MicroBatch(count=count), device="cpu"
+        ).tensor_peak_bytes
+
+    assert peak(32, 8) <= 48 * 2**20 < peak(32, 4)
+    assert 0.6 < peak(4, 4) / peak(4, 1) < 0.7

@@ -71,13 +71,23 @@ def test_the_sheet_has_a_row_for_each():
     assert re.findall(r"^\| (\d+) \|", sheet, re.MULTILINE) == [str(number) for number in range(21)]
 
 
-def test_the_guide_has_an_example_for_each_of_its_questions():
+def test_each_branch_of_the_guide_is_measured_and_drawn():
     (guide,) = (cell for cell in LESSON.code if "def guide(" in cell.source)
-    (table,) = (output.data["text/markdown"] for output in guide.outputs)
-    asked = re.findall(r'return "([^"]+\?)", "([^"]+)"', guide.source)[:-1]
-    assert len(asked) == 5
-    for question, advice in asked:
-        assert f"| {question} | {advice} | " in table
+    (measured,) = (cell for cell in LESSON.code if "draw(tree)" in cell.source and cell is not guide)
+    branches = [*re.findall(r'^        "([^"]+\?)": ', guide.source, re.MULTILINE), "none of these"]
+    assert len(branches) == 8
+    (figure,) = (output for output in measured.outputs if "image/png" in output.get("data", {}))
+    asked = re.findall(r"([^:;]+\?|none of these) ([^;]+)(?:;|$)", figure.data["text/plain"].partition(": ")[2])
+    assert [question.strip() for question, _ in asked] == branches
+    printed = shown(measured)
+    assert all(re.search(rf"{re.escape(way)} .*MiB to .*% left", printed) for _, way in asked)
+
+
+def test_the_sheet_can_be_read_as_text():
+    texts = [output.data["text/plain"] for output in LESSON.outputs if "data" in output]
+    (sheet,) = (text for text in texts if text.startswith("0 · "))
+    assert len(sheet.splitlines()) == 21
+    assert not any("Markdown object" in text for text in texts)
 
 
 # -- the exercises -----------------------------------------------------------------------------------------------------
@@ -197,7 +207,7 @@ def test_the_bound_is_what_is_alive_when_measured(k):
     kinds = {"parameters", "gradients", "optimizer state", "activations"}
     alive = sum(its.nbytes for its in trace.alive(last) if its.category in kinds)
     counts = 2 * 4  # how often each of the two parameters was updated
-    assert abs(alive - counts - names["lowest"](parameters, plain.saved_bytes, k)) <= 16  # the loss and its like
+    assert abs(alive - counts - names["alive"](parameters, plain.saved_bytes, k)) <= 16  # the loss and its like
 
 
 def a_step(blocks, samples, optimizer=torch.optim.AdamW, width=64):

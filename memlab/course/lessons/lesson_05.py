@@ -279,6 +279,29 @@ def _what_the_lines_do(result: Result, truth: Result) -> str | None:
     }.get(result, f"Line {result[-1]} is there twice: each line is used once at most.")
 
 
+_SLIPS = {
+    "d c e b f a": (
+        "Within the loop, what the parts before have left in `.grad` is thrown away: the step goes by the last part "
+        "alone."
+    ),
+    "h d e b f": (
+        "The weights are what they were. When the optimizer steps, if it does, is there anything left in `.grad`?"
+    ),
+    "d e b f a": "In the second batch, what does backward add to?",
+    "h d e b i a": (
+        "Clipped within the loop, a first part's gradient is made shorter before the others are added. Which norm "
+        "would the whole batch's step have clipped?"
+    ),
+    "h d e b a": "That is an unclipped step: what does clipping change when the optimizer has already stepped?",
+    "h d j b f a": (
+        "Mean of means: x.split(8) makes parts of 8, 8 and 4 of a batch of 20. Which of the two losses minds that?"
+    ),
+    "h d e b i g": "That is a step for each part. How many does the whole batch take?",
+    "h d e b g": "That is a step for each part, and none of them is clipped. How many steps does the whole batch take?",
+    "d c e b i g": "That is the training with a smaller batch: each part has its own gradient and its own step.",
+    "h d e b i g a": "That is a step for each part and one more at the end. How many does the whole batch take?",
+}
+
 _ORDER = Exercise(
     number="5.2",
     kind="order",
@@ -289,43 +312,10 @@ _ORDER = Exercise(
     run=_run_lines,
     truth=_whole_batches,
     mistakes=(
-        Mistake(
-            "d c e b f a",
-            "Within the loop, what the parts before have left in `.grad` is thrown away: the step goes by the last "
-            "part alone.",
-        ),
-        Mistake(
-            "h d e b f",
-            "The weights are what they were. When the optimizer steps, if it does, is there anything left in `.grad`?",
-        ),
-        Mistake(
-            "d e b f a",
-            "In the second batch, what does backward add to?",
-        ),
-        Mistake(
-            "h d e b i a",
-            "Clipped within the loop, a first part's gradient is made shorter before the others are added. Which norm "
-            "would the whole batch's step have clipped?",
-        ),
-        Mistake(
-            "h d e b a",
-            "That is an unclipped step: what does clipping change when the optimizer has already stepped?",
-        ),
-        Mistake(
-            "h d j b f a",
-            "Mean of means: x.split(8) makes parts of 8, 8 and 4 of a batch of 20. Which of the two losses minds that?",
-        ),
-        Mistake(
-            "h d e b i g",
-            "That is a step for each part. How many does the whole batch take?",
-        ),
-        Mistake(
-            "h d e b g",
-            "That is a step for each part, and none of them is clipped. How many steps does the whole batch take?",
-        ),
-        Mistake(
-            "d c e b i g",
-            "That is the training with a smaller batch: each part has its own gradient and its own step.",
+        *(Mistake(order, hint) for order, hint in _SLIPS.items()),
+        *(  # the same with the other loss: a slip more
+            Mistake(order.replace("e", "j"), f"{_SLIPS[order]} And look at the loss: is it a mean of means?")
+            for order in ("d e b f a", "h d e b a", "h d e b i a", "h d e b i g", "h d e b g", "h d e b i g a")
         ),
     ),
     diagnose=_what_the_lines_do,
@@ -515,7 +505,7 @@ _OF_ALL = Exercise(
         ),
         Mistake(
             _all_graphs,
-            "The gradients are right. But all graphs are alive until the one backward pass: what would it take to let "
+            "The gradients are right. But all graphs are alive together in the end: what would it take to let "
             "a batch's graph go before the next forward pass?",
         ),
         Mistake(
@@ -837,7 +827,12 @@ def _what_fits(result: Result, truth: Result) -> str | None:
         if right is None:
             return f"{named} gives {found}. Add up what is alive with one sample at a time: does it fit?"
         if found < right:
-            return f"{named} gives {found}. How many samples has the largest part then, and does its peak fit?"
+            if found == 1:
+                return f"{named} gives 1. Does the higher of its two moments fit?"
+            return (
+                f"{named} gives {found}, whose peak does not fit. What waits in `.grad`, from two parts on, and how "
+                "many samples has the largest part?"
+            )
         return f"{named} gives {found}, and a smaller number fits. Is its peak lower than you reckon?"
     return None
 

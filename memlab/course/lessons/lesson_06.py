@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -188,6 +188,7 @@ def _parts(sizes: Sequence[int], samples: int) -> dict[str, int]:
         "gelu": samples * sum(sizes[1:-1]),
         "copies": sum(products[1:]),
         "all copies": sum(products),
+        "first copy": products[0],
         "biases": sum(sizes[1:]),
         "output": samples * sizes[-1],
     }
@@ -209,6 +210,17 @@ def _halved_layers(sizes: Sequence[int], samples: int) -> int:
     return 2 * (parts["inputs"] + parts["gelu"] + parts["output"])
 
 
+_IN_WORDS = {
+    "inputs": "the layers' inputs",
+    "batch": "the copy of x, the first layer's input",
+    "gelu": "what the GELUs keep",
+    "copies": "the copies of the weights",
+    "first copy": "the copy of the first layer's weight, which nobody asks for",
+    "biases": "the biases, of which none is saved",
+    "output": "what the loss keeps of the output",
+}
+
+
 def _which_part(result: Result, truth: Result) -> str | None:
     if not all(isinstance(its, int | float) and not isinstance(its, bool) for its in result):
         return "It returns something else than a number of bytes."
@@ -218,17 +230,14 @@ def _which_part(result: Result, truth: Result) -> str | None:
         return "Twice what is saved: how many bytes has a number in bf16?"
     if all(2 * one == right for one, right in zip(result, truth, strict=True)):
         return "Half of what is saved: did you count numbers in place of bytes?"
-    for kind, words in (
-        ("inputs", "the layers' inputs"),
-        ("batch", "the copy of x, the first layer's input"),
-        ("gelu", "what the GELUs keep"),
-        ("copies", "the copies of the weights"),
-        ("biases", "the biases, of which none is saved,"),
-        ("output", "what the loss keeps of the output"),
-    ):
-        for nbytes in (-4, -2, 2, 4):
-            if off == [nbytes * part[kind] for part in numbers]:
-                return f"All of it is right but for {words}: yours has {abs(nbytes)} bytes each too {_more(nbytes)}."
+    slips = [(kind, nbytes) for kind in _IN_WORDS for nbytes in (-4, -2, 2, 4)]
+    for together in (*combinations(slips, 1), *combinations(slips, 2)):
+        if off == [sum(nbytes * part[kind] for kind, nbytes in together) for part in numbers]:
+            named = [
+                f"{_IN_WORDS[kind]}: yours has {abs(nbytes)} bytes each too {_more(nbytes)}"
+                for kind, nbytes in together
+            ]
+            return f"All of it is right but for {'; and '.join(named)}."
     x, w, copies = 32 * 40, 40 * 16, 32 * 16
     if off[1]:
         return (
@@ -274,7 +283,7 @@ _BYTES = Exercise(
         ),
         Mistake(
             _sum_of(inputs=2, output=4, copies=2),
-            "Almost: the derivative of a GELU is not a constant. What does it depend on?",
+            "A GELU keeps its input, the layer after it what the GELU gives. Is that one tensor, as in a ReLU?",
         ),
         Mistake(
             _sum_of(inputs=4, gelu=4, output=4),
@@ -718,7 +727,7 @@ _LOST = Exercise(
         ),
         Mistake(
             lambda weight, update, digits: weight + update == weight,
-            "Python's own numbers have 53 digits, whatever `digits` is: in them all of these sums move.",
+            "With you nothing vanishes. Python's own numbers have 53 digits, whatever `digits` is.",
         ),
         Mistake(
             lambda weight, update, digits: update >= _spacing(weight, digits) / 2,
