@@ -73,9 +73,49 @@ def test_float64_keeps_micro_batches_with_the_plain_run():
         dataclasses.replace(accuracy.PLANS["digits: plain"], dtype=torch.float64, strategy=strategy)
         for strategy in (memlab.Baseline(), memlab.MicroBatch(size=16))
     ]
-    (one,), (other,) = (accuracy.train(plan, seed=0, steps=20) for plan in plans)
+    (one,), (other,) = (accuracy.train(plan, seed=0, steps=plan.every) for plan in plans)
     assert one[1] == other[1]
 
 
+def test_results_of_a_task_reach_equally_far_back():
+    for task in accuracy.TASKS:
+        assert len({plan.every for plan in accuracy.PLANS.values() if plan.task == task}) == 1
+
+
 def test_the_difference_is_that_of_pairs():
-    assert accuracy.difference([90.0, 80.0], [91.0, 83.0]) == (2.0, pytest.approx(1.0))
+    found = accuracy.difference([90.0, 80.0], [91.0, 83.0])
+    assert (found.mean, found.error) == (2.0, pytest.approx(1.0))
+    assert str(found) == "+2.00 ± 1.00, no difference seen"
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "more_is_better", "less_is_better"),
+    [
+        (3.1, 1.0, "better", "worse"),
+        (-3.1, 1.0, "worse", "better"),
+        (3.0, 1.0, "no difference seen", "no difference seen"),
+        (0.0, 0.0, "no difference seen", "no difference seen"),
+        (2.0, 0.0, "better", "worse"),
+    ],
+)
+def test_a_verdict_is_beyond_three_errors(mean, error, more_is_better, less_is_better):
+    assert accuracy.Difference(mean, error, better=1).verdict == more_is_better
+    assert accuracy.Difference(mean, error, better=-1).verdict == less_is_better
+
+
+@pytest.mark.parametrize("unit", ["seconds", "flops"])
+@pytest.mark.parametrize("other", ["digits: checkpoint", "digits: micro-batches, depth 12"])
+def test_equal_cost_is_as_many_steps_as_fit(other, unit):
+    name = "digits: plain, depth 3"
+    one, its = (STORED["costs"][plan][unit] for plan in (name, other))
+    steps, its_steps = accuracy.equal(name, other, unit)
+    assert steps <= accuracy.PLANS[name].steps
+    assert its_steps <= accuracy.PLANS[other].steps
+    assert steps * one <= its_steps * its < (steps + 1) * one
+    assert its_steps == accuracy.PLANS[other].steps or steps + its / one >= accuracy.PLANS[name].steps
+
+
+def test_a_winner_has_its_name():
+    verdicts = {1.0: "large", -1.0: "small", 0.1: "no difference seen"}
+    for mean, winner in verdicts.items():
+        assert accuracy.Difference(mean, 0.1, better=1).winner("small", "large") == winner

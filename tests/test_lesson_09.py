@@ -80,7 +80,8 @@ def says(number, answer, words):
     [
         ("i g b a e f", "1 of the lines is missing"),
         ("i g b d a f e", "comes before"),
-        ("i g d b a e f", "comes before"),
+        ("i g d b a e f", "before there is a model"),
+        ("i b d g a e f", "from where has it its weights"),
         ("g i b d a e f", "fixed before any of them"),
         ("i g b d a h e f", "With other batches two things differ"),
         ("i g b d a e c f", "may one choose it?"),
@@ -120,6 +121,11 @@ def paired(mean, error):
         (paired(sum, error), "is it the sum?"),
         (paired(lambda d: -statistics.mean(d), error), "has the other sign"),
         (paired(max, error), "The mean is off"),
+        (paired(lambda d: abs(statistics.mean(d)), error), "without its sign"),
+        (
+            lambda one, other: (statistics.mean(other) - statistics.mean(one), error(other)),
+            "that of the second alone",
+        ),
         (paired(lambda d: sum(d) / (len(d) - 1), error), "The mean is off"),
         (paired(statistics.mean, lambda d: statistics.stdev(d) * len(d) ** 0.5), "the error is not"),
         (paired(statistics.mean, lambda d: max(d) - min(d)), "the error is not"),
@@ -149,6 +155,24 @@ def test_a_standard_error_by_another_road_is_right():
 # -- 9.3 ---------------------------------------------------------------------------------------------------------------
 
 
+def stdev_of_differences(one, other):
+    return statistics.stdev([b - a for a, b in zip(one, other, strict=True)])
+
+
+def error_of_differences(one, other):
+    return stdev_of_differences(one, other) / len(one) ** 0.5
+
+
+def by_errors(border, unit, worse="worse", where_0=None, none="no difference seen"):
+    def verdict(one, other):
+        mean, error = statistics.mean(other) - statistics.mean(one), unit(one, other)
+        if where_0 and error == 0:
+            return where_0
+        return "better" if mean > border * error else worse if mean < -border * error else none
+
+    return verdict
+
+
 def verdict(far):
     return lambda one, other: "better" if far(one, other) > 0 else "worse" if far(one, other) < 0 else "equal"
 
@@ -160,6 +184,10 @@ def verdict(far):
         (lambda one, other: "better", "in each case"),
         (lambda one, other: "no difference seen", "in each case"),
         (lambda one, other: True, "the three answers are in the task"),
+        (by_errors(1, stdev_of_differences), "the mean of n of them is surer than one"),  # two slips at once
+        (by_errors(2, error_of_differences, worse="no difference seen"), "how many standard errors"),
+        (by_errors(3, error_of_differences, where_0="no difference seen"), "Are they all 0 then?"),
+        (by_errors(3, error_of_differences, none="worse"), "What is not better is worse"),
         (
             lambda one, other: (
                 "better" if min(b - a for a, b in zip(one, other, strict=True)) > 0 else "no difference seen"
@@ -193,11 +221,15 @@ def test_a_verdict_by_another_road_is_right():
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda s, b, m, k, r: (s * b // (m * k), s), "at equal samples are right"),
+        (lambda s, b, m, k, r: (s * b // (m * k), s), "does each take as long?"),
         (lambda s, b, m, k, r: (s * b // (m * k), int(s * (1 - r))), "at equal samples are right"),
-        (lambda s, b, m, k, r: (s // k, int(s / r)), "at equal time are right"),
+        (lambda s, b, m, k, r: (s // k, int(s / r)), "by the micro-batches alone"),
+        (lambda s, b, m, k, r: (s * b // k, int(s / r)), "at equal time are right"),
+        (lambda s, b, m, k, r: (s * b // m, int(s * r)), "You count micro-batches"),  # two slips at once
+        (lambda s, b, m, k, r: (s * b // (m * k) + 7, s), "does each take as long?"),
+        (lambda s, b, m, k, r: (s * b // (m * k), s / r / k), "counts the micro-batches again"),
         (lambda s, b, m, k, r: (s * b // m // k + 1, int(s / r)), "one more than fits"),
-        (lambda s, b, m, k, r: (s * b, s * r), "How much of each is one step of yours?"),
+        (lambda s, b, m, k, r: (s + b, s - 3), "How much of each is one step of yours?"),
         (lambda s, b, m, k, r: (s * b // (m * k), int(s / r), 0), "Two numbers are asked for"),
     ],
 )
@@ -210,6 +242,21 @@ def test_steps_by_another_road_are_right():
 
 
 # -- 9.5 ---------------------------------------------------------------------------------------------------------------
+
+
+def round_in_a_circle(peak, limit, most):
+    fits, over = 0, most
+    while fits < over:
+        middle = (fits + over) // 2
+        fits, over = (middle, over) if peak(middle) <= limit else (fits, middle)
+    return fits
+
+
+def stays_at_the_first(peak, limit, most):
+    size = 1
+    while peak(1) <= limit:
+        size += 1
+    return size
 
 
 def with_a_dict(peak, limit, most):
@@ -241,6 +288,8 @@ def by_straight_line(peak, limit, most):
     ("answer", "words"),
     [
         (with_a_dict, "too many calls"),
+        (round_in_a_circle, "measures for ever"),
+        (stays_at_the_first, "measures for ever"),
         (nothing_where_none_fits, "gives nothing"),
         (asks_beyond, "outside 1 to `most`"),
         (by_straight_line, "stays the same for seven sizes"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import count, takewhile
+from itertools import count, product, takewhile
 from typing import Any
 
 import torch
@@ -37,6 +37,14 @@ _LINES = {
     "g": ("for each seed: set it", "i"),
     "h": ("draw other batches for the technique", None),
     "i": ("hold samples out; fix the number of steps, and the seeds", ""),
+}
+
+
+_TOO_SOON = {
+    "b": "The model is made before the seed is set: from where has it its weights, and does the next seed have others?",
+    "d": "A copy of what? It comes before there is a model.",
+    "a": "The copy is made of a model that is trained already: do both begin with the same weights?",
+    "e": "Both are scored before they are trained: what would the difference be?",
 }
 
 
@@ -71,6 +79,8 @@ def _what_is_out_of_order(result: Result, truth: Result) -> str | None:
     for letter in truth:
         needs = _LINES[letter][1]
         if needs and result.index(needs) > result.index(letter):
+            if letter in _TOO_SOON:
+                return _TOO_SOON[letter]
             return f"“{_LINES[letter][0]}” comes before “{_LINES[needs][0]}”: can it do without?"
     return None
 
@@ -87,12 +97,11 @@ _ORDER = Exercise(
     mistakes=(
         Mistake(
             "i b g d a e f",
-            "The model is made before the seed is set: from where has it its weights, and does the next seed have "
-            "others?",
+            _TOO_SOON["b"],
         ),
         Mistake(
             "i g b a d e f",
-            "The copy is made of a model that is trained already: do both begin with the same weights?",
+            _TOO_SOON["a"],
         ),
         Mistake(
             "i g b d a e f c",
@@ -109,7 +118,7 @@ _ORDER = Exercise(
         ),
         Mistake(
             "i g b d e a f",
-            "Both are scored before they are trained: what would the difference be?",
+            _TOO_SOON["e"],
         ),
         Mistake(
             "g b d a e f i",
@@ -157,9 +166,14 @@ def _standard_error(differences: list[float]) -> float:
     return statistics.stdev(differences) / math.sqrt(len(differences))
 
 
-def _as_if_unpaired(one: list[float], other: list[float]) -> tuple[float, float]:
-    error = math.hypot(_standard_error(one), _standard_error(other))
-    return statistics.mean(other) - statistics.mean(one), error
+def _of_scores(one: list[float], other: list[float]) -> float:
+    return math.hypot(_standard_error(one), _standard_error(other))
+
+
+_HINT_OF_SCORES = (
+    "The error is made of each one's own spread. What do two runs of one seed have in common, and where does that go "
+    "when you subtract?"
+)
 
 
 def _what_is_off(result: Result, truth: Result) -> str | None:
@@ -169,10 +183,16 @@ def _what_is_off(result: Result, truth: Result) -> str | None:
     if _close(means, [-mean for mean in true_means]):
         return "The mean has the other sign: is it what the second gives more than the first?"
     if not _close(means, true_means):
+        if _close(means, [abs(mean) for mean in true_means]):
+            return "The mean is without its sign: which of the two is ahead then?"
         totals = [mean * n for mean, n in zip(true_means, sizes, strict=True)]
         if _close(means, totals):
             return "Your mean grows with the number of seeds: is it the sum?"
         return "The mean is off: it is that of the differences, one for each seed."
+    if _close(errors, [_of_scores([*one], [*other]) for one, other in _PAIRS]):
+        return _HINT_OF_SCORES
+    if _close(errors, [_standard_error([*other]) for _, other in _PAIRS]):
+        return "The error is that of the second alone. Of which numbers is the mean taken?"
     ratios = [error / right for error, right in zip(errors, true_errors, strict=True)]
     if _close(ratios, [1 / n**0.5 for n in sizes]):
         return "The mean is right. The error is too small: by what is the spread divided, n or its root?"
@@ -220,9 +240,8 @@ _ERROR = Exercise(
             "The error is right. Your first number is the difference in the middle: what was asked for?",
         ),
         Mistake(
-            _as_if_unpaired,
-            "The error is made of each one's own spread. What do two runs of one seed have in common, and where does "
-            "that go when you subtract?",
+            lambda one, other: (statistics.mean(other) - statistics.mean(one), _of_scores(one, other)),
+            _HINT_OF_SCORES,
         ),
         Mistake(
             _paired(lambda d: 0.0),
@@ -238,11 +257,15 @@ _ERROR = Exercise(
 _COMPARED: tuple[tuple[str, _Scores, _Scores], ...] = (
     ("seeds that differ much more than the two do", (90.0, 80.0, 95.0, 70.0), (91.0, 81.5, 96.0, 71.5)),
     ("the second below the first at each seed", (97.0, 98.0, 97.5, 98.5, 97.0), (95.0, 95.5, 96.0, 96.0, 95.0)),
-    ("a mean that one seed alone makes", (90.0, 91.0, 92.0, 93.0), (90.0, 91.0, 92.0, 97.0)),
+    ("a mean that one seed alone makes", (90.0, 91.0, 92.0, 93.0), (90.0, 91.5, 92.0, 97.0)),
     ("equal scores", (97.0, 98.0, 96.0), (97.0, 98.0, 96.0)),
     ("two to three standard errors", (90.0, 90.0, 90.0, 90.0), (90.5, 93.5, 91.0, 93.0)),
     ("a difference that is the same at each seed", (88.0, 90.0, 92.0), (89.0, 91.0, 93.0)),
     ("the largest score on the other side", (90.0, 99.0, 91.0, 92.0, 90.0), (93.0, 98.9, 94.0, 95.0, 93.0)),
+    ("differences to both sides", (97.0, 95.0, 96.0, 96.0), (96.5, 95.5, 97.0, 95.5)),
+    ("three seeds, not quite two errors", (90.0, 91.0, 92.0), (90.1, 92.0, 93.9)),
+    ("two seeds", (80.0, 85.0), (83.06, 86.06)),
+    ("scores that spread, and differences that do not", (90.0, 92.0) * 8, (92.0, 93.9, 92.1, 94.0) * 4),
     ("many seeds", (90.0, 92.0) * 8, (91.0, 92.5, 90.5, 92.5) * 4),
 )
 
@@ -259,70 +282,109 @@ def _judged(errors: float = 3) -> Result:
     return [_judge(one, other, errors) for _, one, other in _COMPARED]
 
 
+_NONE = "no difference seen"
+
+
 def _judge(one: _Scores, other: _Scores, errors: float) -> str:
     """By torch, and squared: no root is taken."""
     differences = torch.tensor(other, dtype=torch.float64) - torch.tensor(one, dtype=torch.float64)
     mean, variance = differences.mean().item(), differences.var(correction=1).item() / len(one)
     if mean * mean <= errors**2 * variance:
-        return "no difference seen"
+        return _NONE
     return "better" if mean > 0 else "worse"
 
 
-def _verdict(
-    distance: Callable[[list[float], list[float]], float], least: float = 3, sign: int = 1, both: bool = True
-) -> Answer:
-    """A verdict from how far the second is above the first, in standard errors or the like."""
+_Unit = Callable[[list[float], list[float]], float]
+
+
+def _of_pairs(one: list[float], other: list[float]) -> float:
+    return _standard_error(_pairs(one, other))
+
+
+def _pairs(one: list[float], other: list[float]) -> list[float]:
+    return [b - a for a, b in zip(one, other, strict=True)]
+
+
+def _verdict(unit: _Unit = _of_pairs, least: float = 3, says: str = "all", sign: int = 1) -> Answer:
+    """A verdict by how many such units the second is above the first; `says` is what it can say."""
 
     def verdict(one: list[float], other: list[float]) -> str:
-        far = sign * distance(one, other)
-        return "better" if far > least else "worse" if both and far < -least else "no difference seen"
+        mean, its = sign * (statistics.mean(other) - statistics.mean(one)), unit(one, other)
+        if says == "none where the error is 0" and its == 0:
+            return _NONE
+        if mean > least * its:
+            return "better"
+        if says == "never none" or (mean < -least * its and says != "never worse"):
+            return "worse"
+        return _NONE
 
     return verdict
 
 
-def _over(error: Callable[[list[float], list[float]], float]) -> Callable[[list[float], list[float]], float]:
-    """The mean difference in units of such an error."""
+# The usual slips, by what they are about: the right way first, which needs no hint. They come together as well.
+_UNITS: tuple[tuple[_Unit, str], ...] = (
+    (_of_pairs, ""),
+    (
+        _of_scores,
+        "You set the spread of the scores beside the difference. A seed that is good for one is good for the other: "
+        "what spreads less?",
+    ),
+    (
+        lambda one, other: statistics.stdev(_pairs(one, other)),
+        "That is the spread of single differences: the mean of n of them is surer than one. By how much?",
+    ),
+    (
+        lambda one, other: max(statistics.stdev(one), statistics.stdev(other)),
+        "The spread of the scores decides. Of which numbers is the mean taken, whose error you need?",
+    ),
+    (
+        lambda one, other: statistics.stdev(_pairs(one, other)) / len(one),
+        "Your error is too small: is the spread divided by the number of seeds, or by its root?",
+    ),
+)
+_BORDERS: tuple[tuple[float, str], ...] = (
+    (3, ""),
+    (2, "Right but for where the border is: how many standard errors does the task ask for?"),
+    (1, "One standard error is passed by chance very often: how many does the task ask for?"),
+    (0, "The means alone decide. What would they do if one technique were trained twice, with other seeds?"),
+)
+_SIDES: tuple[tuple[str, int, str], ...] = (
+    ("all", 1, ""),
+    ("never worse", 1, "It never says that the second is worse: on which side of 0 is a mean then?"),
+    ("all", -1, "Better and worse are in each other's place: which of the two is judged, the first or the second?"),
+    (
+        "none where the error is 0",
+        1,
+        "Where all differences are the same their error is 0. Are they all 0 then? How far from 0 may the mean be?",
+    ),
+    (
+        "never none",
+        1,
+        "What is not better is worse: what is to be said of a mean that lies within three errors of 0?",
+    ),
+)
+_BY_COUNT = "It goes by the seeds at which the second is above the first, and forgets by how much."
 
-    def distance(one: list[float], other: list[float]) -> float:
-        mean, unit = statistics.mean(other) - statistics.mean(one), error(one, other)
-        return mean / unit if unit else math.copysign(math.inf, mean) if mean else 0.0
 
-    return distance
-
-
-def _of_pairs(one: list[float], other: list[float]) -> float:
-    return _standard_error([b - a for a, b in zip(one, other, strict=True)])
-
-
-def _spread_of_pairs(one: list[float], other: list[float]) -> float:
-    return statistics.stdev([b - a for a, b in zip(one, other, strict=True)])
-
-
-def _unpaired(one: list[float], other: list[float]) -> float:
-    return math.hypot(_standard_error(one), _standard_error(other))
-
-
-def _of_the_mean(one: list[float], other: list[float]) -> float:
-    return statistics.mean(other) - statistics.mean(one)
-
-
-def _of_the_best(one: list[float], other: list[float]) -> float:
-    return max(other) - max(one)
+def _by_count(one: list[float], other: list[float]) -> str:
+    above = sum(difference > 0 for difference in _pairs(one, other)) / len(one)
+    return "better" if above == 1 else "worse" if above == 0 else _NONE
 
 
 def _which_case(result: Result, truth: Result) -> str | None:
-    words = {"better", "worse", "no difference seen"}
+    words = {"better", "worse", _NONE}
     if unknown := [said for said in result if not isinstance(said, str) or said not in words]:
         return f"It gives {unknown[0]!r}: the three answers are in the task, word for word."
     if len({*result}) == 1:
         return f"It says {result[0]!r} in each case: what of its two lists does it go by?"
+    for (unit, why), (least, where), (says, sign, which) in product(_UNITS, _BORDERS, _SIDES):
+        if (why or where or which) and result == _verdicts(_verdict(unit, least, says, sign)):
+            return why if why and least else where or which
     wrong = [place for place, (one, other) in enumerate(zip(result, truth, strict=True)) if one != other]
-    case, right = _COMPARED[wrong[0]][0], truth[wrong[0]]
-    if all({result[place], truth[place]} == {"better", "worse"} for place in wrong):
-        return "Better and worse are in each other's place: which of the two is judged, the first or the second?"
-    if right == "no difference seen":
+    case = _COMPARED[wrong[0]][0]
+    if truth[wrong[0]] == _NONE:
         return f"It sees a difference where there is none to be seen: {case}. How far is the mean from 0, in errors?"
-    return f"It misses a difference: {case}. Of what is your standard error, of scores or of differences?"
+    return f"It says {result[wrong[0]]!r} in this case: {case}. What are mean and error there?"
 
 
 _VERDICT = Exercise(
@@ -335,39 +397,14 @@ _VERDICT = Exercise(
     run=_verdicts,
     truth=_judged,
     mistakes=(
+        *(Mistake(_verdict(unit), hint) for unit, hint in _UNITS[1:]),
+        *(Mistake(_verdict(least=least), hint) for least, hint in _BORDERS[1:]),
+        *(Mistake(_verdict(says=says, sign=sign), hint) for says, sign, hint in _SIDES[1:]),
         Mistake(
-            _verdict(_of_the_mean, 0),
-            "The means alone decide. What would they do if one technique were trained twice, with other seeds?",
-        ),
-        Mistake(
-            _verdict(_over(_unpaired)),
-            "You set the spread of the scores beside the difference. A seed that is good for one is good for the "
-            "other: what spreads less?",
-        ),
-        Mistake(
-            _verdict(_over(_spread_of_pairs)),
-            "That is the spread of single differences: the mean of n of them is surer than one. By how much?",
-        ),
-        Mistake(
-            _verdict(_over(_of_pairs), sign=-1),
-            "Better and worse are in each other's place: which of the two is judged, the first or the second?",
-        ),
-        Mistake(
-            _verdict(_over(_of_pairs), 2),
-            "Right but for where the border is: how many standard errors does the task ask for?",
-        ),
-        Mistake(
-            _verdict(_over(_of_pairs), both=False),
-            "It never says that the second is worse: on which side of 0 is a mean then?",
-        ),
-        Mistake(
-            _verdict(_of_the_best, 0),
+            lambda one, other: "better" if max(other) > max(one) else "worse" if max(other) < max(one) else _NONE,
             "The best seed of each decides. What is chosen for its result says little about the next run.",
         ),
-        Mistake(
-            _verdict(lambda a, b: sum(y > x for x, y in zip(a, b, strict=True)) / len(a) - 0.5, 0.49),
-            "It goes by the seeds at which the second is above the first, and forgets by how much.",
-        ),
+        Mistake(_by_count, _BY_COUNT),
     ),
     diagnose=_which_case,
 )
@@ -398,54 +435,86 @@ def _counted() -> Result:
     return results
 
 
+_Steps = Callable[[int, int, int, int, float], float]
+
+
+def _fair_samples(s: int, b: int, m: int, k: int, r: float) -> float:
+    return s * b // (m * k)
+
+
+def _fair_time(s: int, b: int, m: int, k: int, r: float) -> float:
+    return s / r
+
+
+# The usual slips in each half of the answer; they come together as well.
+_SAMPLES: tuple[tuple[_Steps, str], ...] = (
+    (lambda s, b, m, k, r: s * b // m, "You count micro-batches. After how many of them does the optimizer step once?"),
+    (
+        lambda s, b, m, k, r: s * b * k // m,
+        "The more micro-batches to a step, the more samples it has seen: are there more steps then, or fewer?",
+    ),
+    (
+        lambda s, b, m, k, r: s,
+        "As many steps as the first plan: do they see as many samples, where the batch is another?",
+    ),
+    (
+        lambda s, b, m, k, r: s * m * k // b,
+        "With a smaller batch yours has fewer steps: does a smaller batch see a given number of samples sooner?",
+    ),
+    (
+        lambda s, b, m, k, r: s // k,
+        "At equal samples you divide by the micro-batches alone: how many samples has each, and a step of the first?",
+    ),
+    (lambda s, b, m, k, r: s * b, "Your first number is that of the samples: how many of them does a step take?"),
+)
+_TIMES: tuple[tuple[_Steps, str], ...] = (
+    (
+        lambda s, b, m, k, r: s * r,
+        "A step that takes longer gives you more steps in the same time: the wrong way round.",
+    ),
+    (lambda s, b, m, k, r: s, "At equal time you give as many steps as the first plan makes: does each take as long?"),
+    (
+        lambda s, b, m, k, r: s / (r * k),
+        "Your time counts the micro-batches again: `ratio` is that of a whole optimizer step, with all of them in it.",
+    ),
+    (
+        lambda s, b, m, k, r: s * k / r,
+        "That many micro-batches fit into the time: of which is `ratio`, of one of them or of an optimizer step?",
+    ),
+    (
+        lambda s, b, m, k, r: int(_fair_samples(s, b, m, k, r) / r),
+        "Your time is that of the steps at equal samples. What is to be equal is the first plan's time.",
+    ),
+    (
+        lambda s, b, m, k, r: int(_fair_samples(s, b, m, k, r) * r),
+        "Your second number is how long the steps at equal samples take. How many take as long as the first plan?",
+    ),
+)
+
+
+def _equal_steps(samples: _Steps = _fair_samples, time: _Steps = _fair_time) -> Answer:
+    return lambda *plan: (int(samples(*plan)), int(time(*plan)))
+
+
 def _which_half(result: Result, truth: Result) -> str | None:
     if not all(len(its) == 2 for its in result):
         return "Two numbers are asked for: the steps at equal samples, and those at equal time."
-    samples, time = ([one[place] == other[place] for one, other in zip(result, truth, strict=True)] for place in (0, 1))
-    near = all(
-        abs(a - b) <= 1 for one, other in zip(result, truth, strict=True) for a, b in zip(one, other, strict=True)
-    )
-    if near:
+    mine, right = [*zip(*result, strict=True)], [*zip(*truth, strict=True)]
+    for half, its, slips in zip(mine, right, (_SAMPLES, _TIMES), strict=True):
+        for slip, hint in slips if half != its else ():
+            if all(abs(steps - slip(*plan)) < 1 for steps, plan in zip(half, _PLANS, strict=True)):
+                return hint
+    if all(abs(a - b) <= 1 for half, its in zip(mine, right, strict=True) for a, b in zip(half, its, strict=True)):
         return "Nearly: a step is whole, and one more than fits is more samples, or more time, than the first plan has."
-    if all(samples):
+    if mine[0] == right[0]:
         return (
             "The steps at equal samples are right. Where one step takes twice as long, are there more of them or fewer?"
         )
-    if all(time):
+    if mine[1] == right[1]:
         return "The steps at equal time are right. How many samples does the second plan see before it steps once?"
     return (
         "Take the first plan's samples, and its time in units of its own step. How much of each is one step of yours?"
     )
-
-
-def _equal_steps(
-    samples: Callable[[int, int, int, int], float], time: Callable[[int, float], float] = lambda s, r: s / r
-) -> Answer:
-    def equal_steps(steps: int, batch: int, micro: int, accumulation: int, ratio: float) -> tuple[int, int]:
-        return int(samples(steps, batch, micro, accumulation)), int(time(steps, ratio))
-
-    return equal_steps
-
-
-def _fair(s: int, b: int, m: int, k: int) -> float:
-    return s * b // (m * k)
-
-
-def _swapped(steps: int, batch: int, micro: int, accumulation: int, ratio: float) -> tuple[int, int]:
-    return int(steps / ratio), _fair(steps, batch, micro, accumulation)  # type: ignore[return-value]
-
-
-def _rounded_up(steps: int, batch: int, micro: int, accumulation: int, ratio: float) -> tuple[int, int]:
-    return math.ceil(steps * batch / (micro * accumulation)), math.ceil(steps / ratio)
-
-
-def _not_rounded(steps: int, batch: int, micro: int, accumulation: int, ratio: float) -> tuple[float, float]:
-    return steps * batch / (micro * accumulation), steps / ratio
-
-
-def _time_of_samples(steps: int, batch: int, micro: int, accumulation: int, ratio: float) -> tuple[int, int]:
-    samples = steps * batch // (micro * accumulation)
-    return samples, int(samples / ratio)
 
 
 _PLANNER = Exercise(
@@ -458,33 +527,20 @@ _PLANNER = Exercise(
     run=_steps_of,
     truth=_counted,
     mistakes=(
+        *(Mistake(_equal_steps(samples=slip), hint) for slip, hint in _SAMPLES),
+        *(Mistake(_equal_steps(time=slip), hint) for slip, hint in _TIMES),
         Mistake(
-            _equal_steps(lambda s, b, m, k: s * b // m),
-            "You count micro-batches. After how many of them does the optimizer step once?",
+            lambda *plan: (int(_fair_time(*plan)), int(_fair_samples(*plan))),
+            "Both numbers are right, and each is in the other's place.",
         ),
         Mistake(
-            _equal_steps(lambda s, b, m, k: s * b * k // m),
-            "The more micro-batches to a step, the more samples it has seen: are there more steps then, or fewer?",
+            lambda s, b, m, k, r: (math.ceil(s * b / (m * k)), math.ceil(s / r)),
+            "The last step goes beyond what the first plan has: round to whole steps that fit.",
         ),
         Mistake(
-            _equal_steps(lambda s, b, m, k: s),
-            "As many steps as the first plan: do they see as many samples, where the batch is another?",
+            lambda s, b, m, k, r: (s * b / (m * k), s / r),
+            "There are no parts of a step: give whole steps, as many as fit.",
         ),
-        Mistake(
-            _equal_steps(lambda s, b, m, k: s * m * k // b),
-            "With a smaller batch yours has fewer steps: does a smaller batch see a given number of samples sooner?",
-        ),
-        Mistake(
-            _equal_steps(_fair, lambda s, r: s * r),
-            "A step that takes longer gives you more steps in the same time: the wrong way round.",
-        ),
-        Mistake(
-            _time_of_samples,
-            "Your time is that of the steps at equal samples. What is to be equal is the first plan's time.",
-        ),
-        Mistake(_swapped, "Both numbers are right, and each is in the other's place."),
-        Mistake(_rounded_up, "The last step goes beyond what the first plan has: round to whole steps that fit."),
-        Mistake(_not_rounded, "There are no parts of a step: give whole steps, as many as fit."),
     ),
     diagnose=_which_half,
 )
@@ -494,6 +550,11 @@ _PLANNER = Exercise(
 
 _Peak = Callable[[int], int]
 _MOST_CALLS = 12  # of `peak`, for a thousand sizes: ten halvings, and the ends
+_ENDLESS = 3000  # calls: more than trying each size twice takes
+
+
+class _NeverEnds(Exception):
+    """So many calls that the search goes round in a circle."""
 
 
 def _line(n: int) -> int:
@@ -523,9 +584,15 @@ def _found(largest: Answer) -> Result:
 
         def counted(n: int, peak: _Peak = peak, asked: list[int] = asked) -> int:
             asked.append(n)
+            if len(asked) > _ENDLESS:
+                raise _NeverEnds
             return peak(n)
 
-        results.append([largest(counted, limit, most), len(asked) <= _MOST_CALLS, all(1 <= n <= most for n in asked)])
+        try:
+            size = largest(counted, limit, most)
+        except _NeverEnds:
+            size = "never ends"
+        results.append([size, len(asked) <= _MOST_CALLS, all(1 <= n <= most for n in asked)])
     return results
 
 
@@ -538,6 +605,11 @@ def _tried_one_by_one() -> Result:
 
 def _where_it_fails(result: Result, truth: Result) -> str | None:
     sizes, right = [its[0] for its in result], [its[0] for its in truth]
+    if "never ends" in sizes:
+        return (
+            "In one of the cases it measures for ever: with two ends side by side, which is the middle, and does the "
+            "one that takes its place move?"
+        )
     if any(size is None for size in sizes):
         return "In one of the cases it gives nothing: does every way through it end in a `return`?"
     wrong = [place for place, (one, other) in enumerate(zip(sizes, right, strict=True)) if one != other]
@@ -574,6 +646,14 @@ def _one_by_one(peak: _Peak, limit: int, most: int) -> int:
     while size < most and peak(size + 1) <= limit:
         size += 1
     return size
+
+
+def _endless(peak: _Peak, limit: int, most: int) -> int:
+    lower, upper = 1, most
+    while lower < upper:
+        middle = (lower + upper) // 2
+        lower, upper = (middle, upper) if peak(middle) <= limit else (lower, middle - 1)
+    return lower
 
 
 def _doubling(peak: _Peak, limit: int, most: int) -> int:
@@ -621,6 +701,11 @@ _LARGEST = Exercise(
         Mistake(
             _by_halves(lambda peak, limit: peak > limit),
             "The wrong half is kept: where a size fits, are the smaller ones of interest, or the larger?",
+        ),
+        Mistake(
+            _endless,
+            "Your search never ends: with two ends side by side the middle is the lower one, and putting it in its own "
+            "place changes nothing. What of a size that is tried already?",
         ),
         Mistake(
             _doubling,

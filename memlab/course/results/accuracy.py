@@ -1,6 +1,6 @@
 """Lesson 09's long results: what training to a real score comes to with each technique, and under one memory limit.
 
-    python -m memlab.course.results.accuracy                    # all that is not there yet: 15 minutes of one core
+    python -m memlab.course.results.accuracy                    # all that is not there yet: half an hour of one core
     python -m memlab.course.results.accuracy --only text --seeds 0 1
     python -m memlab.course.results.accuracy --fresh            # from the beginning
 
@@ -12,6 +12,7 @@ Rule 1. A plan and a seed decide the result. The seed gives the initial weights 
 Rule 2. The score is that of samples that no run is trained on, the same ones for all.
 Rule 3. The learning rate is constant. So the first half of a run is what a run of half the length would be, and a curve
         can be read at equal steps, at equal samples and at equal time.
+Rule 4. A result is the mean of five scores, and these lie equally far apart in all runs of a task.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Task:
     score: Callable[[nn.Module, Batch], float]
     unit: str
     better: int  # 1 where more is better, -1 where less is
+    digits: int  # of a score, after the point
 
 
 def _split(inputs: Tensor, targets: Tensor, every: int, most: int) -> tuple[Batch, Batch]:
@@ -140,8 +142,8 @@ def bits(model: nn.Module, batch: Batch) -> float:
 
 
 TASKS = {
-    "digits": Task(digits, conv_net, zoo.classification_loss, accuracy, "% of held-out digits right", 1),
-    "text": Task(text, gpt, zoo.gpt_loss, bits, "bits per held-out character", -1),
+    "digits": Task(digits, conv_net, zoo.classification_loss, accuracy, "% of held-out digits right", 1, 2),
+    "text": Task(text, gpt, zoo.gpt_loss, bits, "bits per held-out character", -1, 4),
 }
 
 # -------------------------------------------------------------------------------------------------------------- plans
@@ -168,8 +170,8 @@ class Plan:
 
 
 def _plans() -> Iterator[tuple[str, Plan]]:
-    deep = Plan("digits", (("width", 8), ("depth", 8)), batch=60, steps=320, every=20, seeds=4, rate=2e-3)
-    small = Plan("text", (("width", 64), ("depth", 2)), batch=16, steps=400, every=20, seeds=3, rate=3e-3)
+    deep = Plan("digits", (("width", 8), ("depth", 8)), batch=60, steps=640, every=40, seeds=4, rate=2e-3)
+    small = Plan("text", (("width", 64), ("depth", 2)), batch=16, steps=1000, every=50, seeds=4, rate=3e-3)
     for plain, micro in ((deep, MicroBatch(size=16)), (small, MicroBatch(size=4))):
         of = plain.task
         yield f"{of}: plain", plain
@@ -178,7 +180,7 @@ def _plans() -> Iterator[tuple[str, Plan]]:
         yield f"{of}: optimizer in backward", replace(plain, strategy=OptimizerInBackward())
         yield f"{of}: bf16 autocast", replace(plain, strategy=MixedPrecision("bf16"))
         yield f"{of}: pure bf16", replace(plain, dtype=torch.bfloat16)
-        yield f"{of}: batch / 4", replace(plain, batch=plain.batch // 4, steps=4 * plain.steps, every=4 * plain.every)
+        yield f"{of}: batch / 4", replace(plain, batch=plain.batch // 4, steps=4 * plain.steps)
     yield "digits: checkpoint + micro-batches", replace(deep, strategy=Checkpoint() + MicroBatch(size=16))
     yield "digits: small rate", replace(deep, rate=3e-4)
     yield "digits: small rate, pure bf16", replace(deep, rate=3e-4, dtype=torch.bfloat16)
@@ -191,7 +193,7 @@ def _plans() -> Iterator[tuple[str, Plan]]:
     deeper, wide = (("width", 8), ("depth", 12)), (("width", 124), ("depth", 2))
     yield "digits: plain, depth 3", replace(deep, sizes=(("width", 8), ("depth", 3)), steps=4 * deep.steps)
     yield "digits: micro-batches, depth 12", replace(deep, sizes=deeper, strategy=MicroBatch(size=16))
-    yield "text: plain, longer", replace(small, steps=1000)
+    yield "text: plain, longer", replace(small, steps=4 * small.steps)
     yield "text: checkpoint, depth 7", replace(small, sizes=(("width", 64), ("depth", 7)), strategy=Checkpoint())
     yield "text: micro-batches, width 124", replace(small, sizes=wide, strategy=MicroBatch(size=4))
 
@@ -308,10 +310,63 @@ def scores(name: str, step: int | None = None) -> list[float]:
     return [statistics.mean([score for at, score, _ in curve if at <= step][-5:]) for curve in curves(name)]
 
 
-def difference(one: list[float], other: list[float]) -> tuple[float, float]:
-    """How much more the second has, in the mean over seeds, and the standard error of that."""
+@dataclass(frozen=True)
+class Difference:
+    """How much more one plan has than another, in the mean over seeds, and the standard error of that.
+
+    Its text ends in a verdict: better or worse where the mean is more than three standard errors away from 0.
+    """
+
+    mean: float
+    error: float
+    better: int  # 1 where more is better, -1 where less is
+    digits: int = 2  # after the point
+
+    @property
+    def verdict(self) -> str:
+        if abs(self.mean) <= 3 * self.error:
+            return "no difference seen"
+        return "better" if self.mean * self.better > 0 else "worse"
+
+    def winner(self, first: str, second: str) -> str:
+        """The verdict in these names."""
+        return {"better": second, "worse": first}.get(self.verdict, self.verdict)
+
+    def __str__(self) -> str:
+        mean = round(self.mean, self.digits) + 0.0  # no -0.00
+        return f"{mean:+.{self.digits}f} ± {self.error:.{self.digits}f}, {self.verdict}"
+
+
+def difference(one: list[float], other: list[float], better: int = 1, digits: int = 2) -> Difference:
+    """The second's scores beside the first's, seed by seed."""
     pairs = torch.tensor(other, dtype=torch.float64) - torch.tensor(one, dtype=torch.float64)
-    return pairs.mean().item(), pairs.std().item() / math.sqrt(len(one))
+    return Difference(pairs.mean().item(), pairs.std().item() / math.sqrt(len(one)), better, digits)
+
+
+def compare(name: str, other: str, steps: int | None = None, its_steps: int | None = None) -> Difference:
+    """The second plan beside the first of the same task, each at its end or after so many steps."""
+    task = TASKS[PLANS[name].task]
+    return difference(scores(name, steps), scores(other, its_steps or steps), task.better, task.digits)
+
+
+def ratio(name: str, other: str, unit: str) -> float:
+    """What a step of the second costs beside one of the first: in "seconds", "flops", "peak" or "parameters"."""
+    costs = results()["costs"]
+    return float(costs[other][unit] / costs[name][unit])
+
+
+def equal(name: str, other: str, unit: str) -> tuple[int, int]:
+    """After how many steps both have cost the same, in "seconds" or "flops": at most as many as there are of each."""
+    dearer = ratio(name, other, unit)
+    its_steps = min(PLANS[other].steps, int(PLANS[name].steps / dearer))
+    return int(its_steps * dearer), its_steps
+
+
+def fair(name: str, other: str) -> dict[str, tuple[int, int]]:
+    """Steps of both at which they can be compared, up to the second's end, by what is equal there."""
+    steps = PLANS[other].steps
+    at = {"steps, half": (steps // 2, steps // 2), "steps": (steps, steps)}
+    return at | {"time": equal(name, other, "seconds"), "arithmetic": equal(name, other, "flops")}
 
 
 def _store(**parts: Any) -> None:
