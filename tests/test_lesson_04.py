@@ -173,7 +173,8 @@ def test_another_road_to_the_lengths_is_right():
         (lambda n, A, a: [*by_trial(n, A, a), 1], "is the last one cut"),
         (lambda n, A, a: [n // 5] * 5, "is the last one cut"),
         (lambda n, A, a: sorted(by_trial(n, A, a)), "in reverse"),
-        (lambda n, A, a: [n - 1, 1], "your highest moment is"),
+        (lambda n, A, a: [n - 1, 1], "Which is the least room"),
+        (lambda n, A, a: [1, n - 1], "Beside which segment do the fewest"),
         (lambda n, A, a: near_equal(n, math.isqrt(n)), "your highest moment is"),
         (lambda n, A, a: len(by_trial(n, A, a)), "give a list of whole numbers"),
         (lambda n, A, a: max(i * a + k * A for i, k in enumerate(by_trial(n, A, a))), "give a list of whole numbers"),
@@ -181,6 +182,16 @@ def test_another_road_to_the_lengths_is_right():
 )
 def test_slips_in_the_lengths(answer, words):
     says("4.2", answer, words)
+
+
+def test_lengths_that_are_looked_for_without_end():
+    def lengths(n, A, a):
+        found = []
+        while sum(found) < n:
+            found.append((2 * A - len(found) * a) // A)
+        return found
+
+    says("4.2", lengths, "yours does not come to an end")
 
 
 def test_the_least_highest_moment_is_that_of_all_splits():
@@ -232,6 +243,11 @@ def test_the_order_may_be_written_in_several_ways():
     [
         ([("(room - A) // a", "room // a")], "What else has to be there"),
         ([("(room - A) // a", "(room - A + a) // a")], "One input too many"),
+        ([("(room - A) // a", "room - A")], "how many inputs are they?"),
+        ([("(room - A) // a", "room - 5")], "Here both are arguments"),
+        ([("(room - A) // a", "room // a - A // a")], "You round twice"),
+        ([("s < 1", "s < 0")], "yours does not come to an end"),
+        ([("s < 1", "room < A")], "yours does not come to an end"),
         ([("r * n - comb(s + r, r - 1)", "r * n")], "fewer times than r"),
         ([("r * n - comb(s + r, r - 1)", "r * n - comb(s + r, r)")], "has r - 1 below"),
         ([("r * n - comb(s + r, r - 1)", "n - comb(s + r, r - 1)")], "yours says"),
@@ -272,16 +288,18 @@ KEEP = "op in products and args[-1].shape[1] <= args[-2].shape[1]"
     ("keep", "words"),
     [
         ("op in products", "give more numbers than they read"),
+        ("op in products and args[-1].shape[0] <= args[-2].shape[1]", "which side of `w`"),
         ("op not in products", "which is no matrix product"),
         ("not (op in products and args[-1].shape[1] <= args[-2].shape[1])", "which is no matrix product"),
         ("op in products and args[-1].shape[1] < args[-2].shape[1]", "just as many"),
         ("op in products and args[-1].shape[1] > args[-2].shape[1]", "the wrong way round"),
         ("op in products and args[-1].shape[0] <= args[-2].shape[0]", "How many columns has the result?"),
-        ("op in products and args[-1].numel() <= args[-2].numel()", "`"),
+        ("op in products and args[-1].numel() <= args[-2].numel()", "or all numbers of both"),
         ("op is torch.ops.aten.mm", "Nothing is kept"),
         ("op is products[0] and args[-1].shape[1] <= args[-2].shape[1]", "Linear layers with a bias"),
         ("str(op) in ('mm', 'addmm')", "Nothing is kept"),
-        ("op in products and args[1].shape[1] <= args[0].shape[-1]", "`"),
+        ("op in products and args[1].shape[1] <= args[0].shape[-1]", "bias before the two matrices"),
+        ("op in products and args[-1].shape[1] <= args[-2].shape[0]", "with the rows of the matrix"),
         ("False", "Nothing is kept"),
         ("True", "You keep everything"),
     ],

@@ -70,7 +70,10 @@ def _times(result: Sequence[Tensor], truth: Sequence[Tensor], start: Sequence[Te
 def _of_a_wrong_length(times: float, lr: float) -> str:
     """What to say to a first step that is so many times the right one."""
     if abs(times) < 1e-9:
-        return "In the first step no parameter moves: does a line change the parameter's own numbers, and by what?"
+        return (
+            "In the first step no parameter moves: is a hook called, and which of its lines changes the parameter's "
+            "own numbers?"
+        )
     if times < 0:
         return "The loss climbs: in which direction does a gradient point?"
     if same(times, 1 / lr):
@@ -269,6 +272,11 @@ _ORDER = Exercise(
             "This is the plain step: all gradients are born before the first is used. When is a layer's hook called?",
         ),
         Mistake(
+            "g c b f a e d",
+            "In yours an update waits for the next gradient, so that two are alive. When a layer's hook is called, "
+            "backward has used that layer's old weights: what is there to wait for?",
+        ),
+        Mistake(
             "g a b c d e f",
             "Two things: which layer is next to the loss? And does a hook wait until backward is over?",
         ),
@@ -313,8 +321,9 @@ def _trained_in_backward(answer: Answer) -> Result:
         held -= sum(its.nbytes for copies in after for its in copies)
         held -= sum(its.nbytes for its in net.parameters() if its.requires_grad)
         before = _copies(net)
-        if callable(remove):
-            remove()
+        if not callable(remove):
+            return f"What you return is no function but {remove!r:.60}: what can be called to take the hooks away?"
+        remove()
         net.zero_grad()
         _backward(net, 3)
         stayed = [same(its, at) for its, at in zip(net.parameters(), before, strict=True)]
@@ -409,6 +418,8 @@ def _nesterov(parameter: Any, velocity: Tensor, lr: float, momentum: float) -> N
 
 
 def _what_is_off(result: Result, truth: Result) -> str | None:
+    if isinstance(result, str):
+        return result
     for one, right in zip(result, truth, strict=True):
         for step, (parameters, its) in enumerate(zip(one["after"], right["after"], strict=True)):
             if same(parameters, its):
@@ -448,8 +459,8 @@ _WRITE = Exercise(
     mistakes=(
         Mistake(
             _with_velocity(_no_momentum),
-            "This is SGD without momentum. Where does a velocity stay from one step to the next? In the hook's own "
-            "variables it is new in every call.",
+            "This is SGD without momentum: in each call the velocity is what it was at first. `velocity = ...` in a "
+            "hook makes a new tensor, forgotten when the hook returns: where does it stay?",
         ),
         Mistake(
             _with_velocity(_momentum, shared=True),
@@ -639,6 +650,14 @@ _HEIGHT = Exercise(
             "Must the highest moment be that of the largest parameter? Take sizes [1, 8, 7]: what is alive at the 7?",
         ),
         Mistake(
+            _sum_with(lambda sizes: max(2 * size + sizes[at - 1] for at, size in enumerate(sizes))),
+            "The loop is nearly right. In Python `sizes[-1]` is the last: which parameter is before the first?",
+        ),
+        Mistake(
+            _sum_with(foreach=0, fused=1),
+            "foreach and fused are the other way round: which of them does all in a single operator?",
+        ),
+        Mistake(
             _sum_with(sum),
             "Your loop has the temporaries of foreach. How many parameters does it work on at a time?",
         ),
@@ -657,6 +676,9 @@ _HEIGHT = Exercise(
 # ------------------------------------------------------------------------------------------------- 7.5 to disk and back
 
 _CASES = ({"samples": 16, "smallest": 1024}, {"samples": 8, "smallest": 1}, {"samples": 64, "smallest": 3000})
+
+
+_WRITTEN_OVER = -1  # for a tensor: it got the name of a file that was there before
 
 
 def _layers(samples: int) -> tuple[nn.Module, Tensor]:
@@ -700,7 +722,9 @@ def _packed(
         before = len([*folder.iterdir()])
         packed = pack(tensor)
         files.append(len([*folder.iterdir()]) - before)
-        if files[-1] and not _shares(tensor, x):
+        if not files[-1] and isinstance(packed, str | Path):
+            files[-1] = _WRITTEN_OVER
+        if files[-1] > 0 and not _shares(tensor, x):
             gone.append(weakref.ref(tensor.untyped_storage()))
         return packed
 
@@ -783,13 +807,18 @@ def _what_went_out(result: Result, truth: Result) -> str | None:
             _saved(case["samples"]), one["files"], right["files"], strict=True
         ):
             about = f"With smallest={case['smallest']}, a tensor of shape {tuple(tensor.shape)}, {tensor.nbytes} bytes"
+            if files == _WRITTEN_OVER:
+                return (
+                    f"{about}, got the name of a file that was there: that is written over. Which name is new in every "
+                    "call? An address is not: two tensors may share it, and it is given out again."
+                )
             if files > 1:
                 return f"{about}, became {files} files: one is asked for."
             if files and not asked:
                 what = "it is a parameter, or a view of one" if parameter else "that is below the smallest"
                 return f"{about}, went out: {what}."
             if asked and not files:
-                return f"{about}, stayed, or took another one's file. No parameter is on its storage."
+                return f"{about}, stayed. No parameter is on its storage."
     if any(one.get("kept") for one in result):
         return "The right tensors are in files, and are in memory as well: what else holds them?"
     return "The right tensors go out. The gradients are not those of the plain step: what comes back for a name?"
