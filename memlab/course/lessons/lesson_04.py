@@ -33,7 +33,7 @@ class _TooLong(Exception):
     pass
 
 
-def _in_time(answer: Answer, *arguments: Any, seconds: float = 0.5) -> Result:
+def _in_time(answer: Answer, *arguments: Any, seconds: float = 1.0) -> Result:
     """What the answer gives; `_ENDLESS` where it has computed for so long and is not done."""
     end, before = time.process_time() + seconds, sys.gettrace()
 
@@ -212,8 +212,8 @@ def _split(answer: Answer) -> Result:
         lengths = _in_time(answer, n, A, a)
         if lengths == _ENDLESS:
             results.append(
-                f"For {n} blocks with A = {A} and a = {a} yours does not come to an end. What does a loop do where "
-                "not even one block has room?"
+                f"For {n} blocks with A = {A} and a = {a} yours does not come to an end within a second. "
+                "What does a loop do where not even one block has room?"
             )
             break
         if lengths is None or lengths is ...:
@@ -494,8 +494,8 @@ def _which_part(result: Result, truth: Result) -> str | None:
     for (n, A, a, room), its, right in zip(_TOO_SMALL + _ROOMS, result, truth, strict=False):
         if its == _ENDLESS:
             return (
-                f"{n} blocks with A = {A} and a = {a} in {room} bytes: yours does not come to an end. How large is s "
-                "there, and what is C(s + r, r) for it?"
+                f"{n} blocks with A = {A} and a = {a} in {room} bytes: yours does not come to an end within a "
+                "second. How large is s there, and what is C(s + r, r) for it?"
             )
         if right is None and its is not None:
             return (
