@@ -259,5 +259,5 @@ def test_other_limits_are_right():
 
 def test_the_lessons_examples():
     vanishes = changed("6.5", "vanishes")
-    assert vanishes(1.0, 0.0039, 8)
+    assert vanishes(1.0, 0.0038, 8)
     assert not vanishes(1.0, 0.004, 8)
