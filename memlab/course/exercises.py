@@ -23,7 +23,7 @@ import importlib
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal, TypeAlias
@@ -170,6 +170,17 @@ def _has_a_gap(function: FunctionType) -> bool:
     return any(
         isinstance(node, ast.Constant) and node.value is ... and id(node) not in indexed for node in ast.walk(tree)
     )
+
+
+def letters_of(order: Any, known: Iterable[str], what: str, example: str) -> list[str]:
+    """The letters of an order, given as text or as a list. Raises MemlabError for one that names nothing in `known`."""
+    letters, known = [letter for letter in "".join(order).lower() if letter.isalpha()], sorted(known)
+    for letter in letters:
+        if letter not in known:
+            raise MemlabError(
+                f"no {what} has the letter {letter!r}: write letters from a to {known[-1]}, such as {example!r}"
+            )
+    return letters
 
 
 def same(one: Result, other: Result) -> bool:

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ...errors import MemlabError
 from ...flops import FlopCounter
 from ...record import record
 from ...units import format_bytes
-from ..exercises import Answer, Exercise, Mistake, Result, same
+from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
 
 _BY_HAND = "write checkpointing by hand, over a `saved` dict and as an `autograd.Function`"
@@ -194,10 +193,7 @@ _PASSES = {
 
 def _passes(order: Answer) -> Result:
     """The passes that the letters name."""
-    letters = [letter for letter in "".join(order).lower() if letter.isalpha()]
-    if unknown := [letter for letter in letters if letter not in _PASSES]:
-        raise MemlabError(f"no pass has the letter {unknown[0]!r}: write letters from a to i, such as 'b d'")
-    return [_PASSES[letter] for letter in letters]
+    return [_PASSES[letter] for letter in letters_of(order, _PASSES, "pass", "b d")]
 
 
 class _Mark(torch.autograd.Function):

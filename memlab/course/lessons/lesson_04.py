@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ...errors import MemlabError
-from ..exercises import Answer, Exercise, Mistake, Result
+from ..exercises import Answer, Exercise, Mistake, Result, letters_of
 from ..quizzes import Option, Question
 
 _PLACE = "place segments from `A`, `a` and the number of blocks"
@@ -349,10 +348,7 @@ _PASSES = {
 
 
 def _passes(order: Answer) -> Result:
-    letters = [letter for letter in "".join(order).lower() if letter.isalpha()]
-    if unknown := [letter for letter in letters if letter not in _PASSES]:
-        raise MemlabError(f"no pass has the letter {unknown[0]!r}: write letters from a to i, such as 'b d'")
-    return [_PASSES[letter] for letter in letters]
+    return [_PASSES[letter] for letter in letters_of(order, _PASSES, "pass", "b d")]
 
 
 def _passes_that_ran() -> Result:

@@ -17,9 +17,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
-from ...errors import MemlabError
 from ...record import record
-from ..exercises import Answer, Exercise, Mistake, Result, same
+from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
 
 _ACCUMULATE = "accumulate the gradient of a whole batch or data set, with the right weights"
@@ -222,9 +221,7 @@ _BATCHES = (20, 20, 12)
 
 def _run_lines(order: Answer) -> Result:
     """The weights after three batches, by the loop that the letters make; in words, where it does not run."""
-    letters = [letter for letter in "".join(order).lower() if letter.isalpha()]
-    if unknown := [letter for letter in letters if letter not in _LINES]:
-        raise MemlabError(f"no line has the letter {unknown[0]!r}: write letters from a to j, such as 'd b'")
+    letters = letters_of(order, _LINES, "line", "d b")
     if twice := [letter for letter in letters if letters.count(letter) > 1]:
         return f"twice {twice[0]}"
     body = "\n".join("    " + _LINES[letter] for letter in letters)

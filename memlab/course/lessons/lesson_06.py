@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import MemlabError
 from ...record import record
-from ..exercises import Answer, Exercise, Mistake, Result, same
+from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
 
 _WHICH_TYPE = "predict which tensors autocast keeps, and in which type"
@@ -335,9 +334,7 @@ def _training() -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[Tensor, Te
 
 def _ordered(order: Answer) -> Result:
     """The lines run in that order, for each batch; text where PyTorch refuses."""
-    letters = [letter for letter in "".join(order).lower() if letter.isalpha()]
-    if unknown := [letter for letter in letters if letter not in _LINES]:
-        raise MemlabError(f"no line has the letter {unknown[0]!r}: write letters from a to i, such as 'd b'")
+    letters = letters_of(order, _LINES, "line", "d b")
     model, optimizer, batches = _training()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     space: dict[str, Any] = {

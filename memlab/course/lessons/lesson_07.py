@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...errors import MemlabError
 from ...record import record
 from ...units import format_bytes
-from ..exercises import Answer, Exercise, Mistake, Result, same
+from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
 
 _STEP = "step the optimizer inside backward, with hooks of your own"
@@ -206,10 +205,7 @@ _EVENTS = {
 
 def _events(order: Answer) -> Result:
     """The events that the letters name."""
-    letters = [letter for letter in "".join(order).lower() if letter.isalpha()]
-    if unknown := [letter for letter in letters if letter not in _EVENTS]:
-        raise MemlabError(f"no event has the letter {unknown[0]!r}: write letters from a to h, such as 'd b'")
-    return [_EVENTS[letter] for letter in letters]
+    return [_EVENTS[letter] for letter in letters_of(order, _EVENTS, "event", "d b")]
 
 
 def _events_that_happened() -> Result:

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import MemlabError
-from ..exercises import Answer, Exercise, Mistake, Result
+from ..exercises import Answer, Exercise, Mistake, Result, letters_of
 from ..quizzes import Option, Question
 
 _TOGETHER = "put a fair comparison together: what is equal, and what alone differs"
@@ -50,10 +49,7 @@ _TOO_SOON = {
 
 def _lines(order: Answer) -> Result:
     """The lines that the letters name."""
-    letters = [letter for letter in "".join(order).lower() if letter.isalpha()]
-    if unknown := [letter for letter in letters if letter not in _LINES]:
-        raise MemlabError(f"no line has the letter {unknown[0]!r}: write letters from a to i, such as 'b d'")
-    return letters
+    return letters_of(order, _LINES, "line", "b d")
 
 
 def _by_needs() -> Result:

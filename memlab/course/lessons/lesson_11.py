@@ -21,7 +21,7 @@ from ...record import record
 from ...step import TrainingStep
 from ...strategies import Checkpoint, LowPrecision, MicroBatch, OptimizerInBackward
 from ...units import MiB
-from ..exercises import Answer, Exercise, Mistake, Result, same
+from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
 
 _REFUTE = "refute or bound a claim with two measurements of two lines each"
@@ -414,9 +414,7 @@ _CASES: tuple[tuple[str, _Case, str], ...] = (
 
 def _decided(order: Answer) -> Result:
     """For each case the answer of the first line whose condition is true."""
-    letters = [letter for letter in "".join(order).lower() if letter.isalpha()]
-    if unknown := [letter for letter in letters if letter not in _ANSWERS]:
-        raise MemlabError(f"no line has the letter {unknown[0]!r}: write letters from a to g, such as 'b a'")
+    letters = letters_of(order, _ANSWERS, "line", "b a")
     return [
         next((_ANSWERS[letter] for letter in letters if _CONDITIONS[letter](case)), "no answer")
         for _, case, _ in _CASES
