@@ -21,16 +21,12 @@ from ...record import record
 from ...units import format_bytes
 from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
+from .numbers import drawn
 
 _BY_HAND = "write checkpointing by hand, over a `saved` dict and as an `autograd.Function`"
 _IN_ORDER = "put the passes of a checkpointed step in order"
 _THE_SAME = "keep random numbers and BatchNorm's statistics right in the second run"
 _NO_HELP = "say when a checkpoint cannot lower the peak"
-
-
-def _numbers(seed: int, *shape: int) -> Tensor:
-    """Random numbers in float64 that disturb nobody's random stream."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
@@ -45,7 +41,7 @@ _SIZES = ((6, 4), (9, 5), (3, 8))  # samples and width: square weights, so that 
 
 def _tensors(samples: int, width: int) -> tuple[Tensor, list[Tensor]]:
     """What comes from above, and `_NAMES`."""
-    return _numbers(9, samples, width), [_numbers(0, samples, width), *(_numbers(n, width, width) for n in (1, 2, 3))]
+    return drawn(9, samples, width), [drawn(0, samples, width), *(drawn(n, width, width) for n in (1, 2, 3))]
 
 
 class _Work(FlopCounter):
@@ -219,7 +215,7 @@ def _passes_that_ran() -> Result:
     def block(name: str, x: Tensor) -> Tensor:
         return torch.tanh(_Mark.apply(x, name, log)).exp()  # type: ignore[no-untyped-call]
 
-    x = _numbers(0, 3).requires_grad_()
+    x = drawn(0, 3).requires_grad_()
     for name in "ABC":
         run = functools.partial(block, name)
         x = run(x) if name == "B" else checkpoint(run, x, use_reentrant=False)
@@ -302,8 +298,8 @@ class _Hidden(nn.Module):
 
     def __init__(self, seed: int, width: int) -> None:
         super().__init__()
-        self.up = nn.Parameter(_numbers(seed, 16 * width, width))
-        self.down = nn.Parameter(_numbers(seed + 1, width, 16 * width) / 16)
+        self.up = nn.Parameter(drawn(seed, 16 * width, width))
+        self.down = nn.Parameter(drawn(seed + 1, width, 16 * width) / 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.up.T) @ self.down.T
@@ -315,10 +311,10 @@ _Way = Callable[[nn.Module, Tensor], Tensor]
 def _trained(way: _Way, depth: int, samples: int, width: int) -> dict[str, Any]:
     """A chain of blocks run that way: the gradients of what stands before them and of the blocks, in order; and the
     bytes that are alive when backward begins."""
-    first, last = _numbers(1, width, width).requires_grad_(), _numbers(2, width)
+    first, last = drawn(1, width, width).requires_grad_(), drawn(2, width)
     blocks = [_Hidden(10 * number, width) for number in range(1, depth + 1)]
     with record() as trace:
-        x = _numbers(0, samples, width) @ first
+        x = drawn(0, samples, width) @ first
         for block in blocks:
             x = way(block, x)
         loss = (x * last).square().mean()
@@ -478,10 +474,10 @@ def _random_blocks() -> Iterable[tuple[nn.Module, Tensor]]:
     """Blocks that draw random numbers, that keep statistics, and that do both; the same in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(3)
-        yield nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6)).double(), _numbers(0, 5, 6)
-        yield nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh()).double(), _numbers(1, 7, 6)
+        yield nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6)).double(), drawn(0, 5, 6)
+        yield nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh()).double(), drawn(1, 7, 6)
         both = nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3, momentum=None), nn.Dropout(0.3)).double()
-        yield both, _numbers(2, 4, 2, 9)
+        yield both, drawn(2, 4, 2, 9)
 
 
 _Runs = Callable[[nn.Module, Tensor, Tensor], Any]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ...record import record
 from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
+from .numbers import drawn
 
 _ACCUMULATE = "accumulate the gradient of a whole batch or data set, with the right weights"
 _IN_ORDER = "put the lines of an accumulation loop in order"
@@ -28,11 +29,6 @@ _FLOOR = "predict the peak with k micro-batches, and the floor under it"
 
 _Parts = Sequence[tuple[Tensor, Tensor]]
 _Weights = Callable[[_Parts], Sequence[float]]
-
-
-def _numbers(seed: int, *shape: int) -> Tensor:
-    """Random numbers in float64 that disturb nobody's random stream."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _net(width: int = 16) -> nn.Sequential:
@@ -44,12 +40,12 @@ def _net(width: int = 16) -> nn.Sequential:
 def _filled(model: nn.Sequential) -> nn.Sequential:
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
-            parameter.copy_(_numbers(seed, *parameter.shape) / 2)
+            parameter.copy_(drawn(seed, *parameter.shape) / 2)
     return model
 
 
 def _samples(count: int, seed: int = 7) -> tuple[Tensor, Tensor]:
-    return _numbers(seed, count, 3), torch.arange(count) * 7 % 4
+    return drawn(seed, count, 3), torch.arange(count) * 7 % 4
 
 
 def _gradient(model: nn.Module) -> Tensor | str:

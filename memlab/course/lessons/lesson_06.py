@@ -7,6 +7,7 @@ What is checked are saved tensors, bytes, weights after a step, and sums; the tr
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ...record import record
 from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
+from .numbers import drawn
 
 _WHICH_TYPE = "predict which tensors autocast keeps, and in which type"
 _SCALED = "write a training step with loss scaling"
@@ -27,9 +29,7 @@ _VANISHES = "say when an update of a weight vanishes"
 _NAN = 1e30
 
 
-def _numbers(seed: int, *shape: int) -> Tensor:
-    """Random numbers that disturb nobody's random stream."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+_numbers = functools.partial(drawn, dtype=torch.float32)
 
 
 def _weights(model: nn.Module) -> Tensor:

@@ -23,6 +23,7 @@ from ...record import record
 from ...units import format_bytes
 from ..exercises import Answer, Exercise, Mistake, Result, letters_of, same
 from ..quizzes import Option, Question
+from .numbers import drawn
 
 _STEP = "step the optimizer inside backward, with hooks of your own"
 _WHEN = "say when gradients are born and let go, and when that lowers the peak"
@@ -30,22 +31,17 @@ _TOP = "find a peak that sits in the optimizer, and predict its height"
 _OFFLOAD = "offload saved tensors to another memory, with hooks of your own"
 
 
-def _numbers(seed: int, *shape: int) -> Tensor:
-    """Random numbers in float64 that disturb nobody's random stream."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def _net(depth: int = 3) -> nn.Sequential:
     """Linear layers in float64, all 4 by 4; the same weights in every call."""
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(depth)))
     for number, parameter in enumerate(net.parameters()):
-        parameter.data = _numbers(number, 4, 4) / 2
+        parameter.data = drawn(number, 4, 4) / 2
     return net
 
 
 def _backward(net: nn.Sequential, step: int) -> None:
     """The backward pass of that step, each on data of its own."""
-    net(_numbers(100 + step, 6, 4)).square().mean().backward()
+    net(drawn(100 + step, 6, 4)).square().mean().backward()
 
 
 def _copies(net: nn.Module) -> list[Tensor]:
@@ -224,7 +220,7 @@ def _events_that_happened() -> Result:
         born = f"layer {layer}'s gradient is born"
         parameter.register_hook(lambda gradient, born=born: log.append(born))
         parameter.register_post_accumulate_grad_hook(functools.partial(consume, layer))
-    loss = net(_numbers(0, 2, 4)).square().mean()
+    loss = net(drawn(0, 2, 4)).square().mean()
     log.append(_EVENTS["g"])
     loss.backward()
     return log
@@ -683,8 +679,8 @@ def _layers(samples: int) -> tuple[nn.Module, Tensor]:
         nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 4)
     )
     for number, parameter in enumerate(net.parameters()):
-        parameter.data = _numbers(number, *parameter.shape).float() / 4
-    return net, _numbers(50, samples, 16).float()
+        parameter.data = drawn(number, *parameter.shape).float() / 4
+    return net, drawn(50, samples, 16).float()
 
 
 def _offloaded(make_hooks: Answer) -> Result:
